@@ -1,4 +1,5 @@
-"""Measure where the time of checkpoints goes: hook by hook on the training thread, thread by thread beside it.
+"""Measure where the time of checkpoints goes: hook by hook on the training thread, thread by thread beside it; of a restart,
+phase by phase.
 
 A hook's time runs from its call to its return, and counts once where hooks call each other. Threads are measured by the CPU time
 in Linux's tables; the time of ended threads is the rest of the process's time.
@@ -6,8 +7,10 @@ in Linux's tables; the time of ended threads is the rest of the process's time.
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -18,10 +21,26 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from lightning.pytorch import Callback
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from rich.console import Group, RenderableType
 
 from lightning_moe_ckpt.benchmarks._benchmark import Cost, table_of
+from lightning_moe_ckpt.benchmarks._variants import DcpCheckpoint
+from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.fit import FitSession
+from lightning_moe_ckpt.fit._recorder import BoundaryRecorder
+from lightning_moe_ckpt.planning import Planner
+from lightning_moe_ckpt.process import FrozenHeap
+from lightning_moe_ckpt.recovery._attempt import RestoreAttempt
+from lightning_moe_ckpt.recovery._inventory import Reader
+from lightning_moe_ckpt.recovery._replay import Replay
+from lightning_moe_ckpt.recovery._transfer import Transfer
+from lightning_moe_ckpt.session import CheckpointSession, _opening
+from lightning_moe_ckpt.snapshot import Constants, FileLayout, Identity
+from lightning_moe_ckpt.storage import RunStore
+from lightning_moe_ckpt.strategy import MoEStrategy
+from lightning_moe_ckpt.tiers import Rings
 
 _PROCESSES = Path("/proc")
 ENDED = "threads that ended"
@@ -63,6 +82,79 @@ class HookMeter:
                 self._inside = False
 
         return metered
+
+
+_OF_FILES = [_CheckpointConnector._restore_modules_and_callbacks, _CheckpointConnector.restore_training_state]  # noqa: SLF001  # no public way
+_PHASES: dict[str, list[Callable[..., Any]]] = {
+    "process group": [MoEStrategy.setup_distributed],
+    "operators": [FitSession.__init__, Identity.of_job],
+    "log": [RunStore.open, RunStore.promote, RunStore.candidates, RunStore.open_incarnation],
+    "agreement": [Exchange.gather, Exchange.gather_tensor, Exchange.broadcast],
+    "discovery": [Reader.__init__, RestoreAttempt.marker],
+    "bytes and digests": [Transfer.fill],
+    "plan": [FileLayout.__init__, Planner.settle],
+    "load": [Replay.load, Replay.load_buffers, DcpCheckpoint.on_fit_start, *_OF_FILES],
+    "second look or load": [Replay.reconcile],
+    "tiers": [_opening._joined],  # noqa: SLF001  # in which all workers are made
+    "rings": [Rings.make],
+    "thaw": [Constants.settle, FrozenHeap.sweep],
+    "loaders": [_FitLoop.setup_data],
+    "rest of a restore": [CheckpointSession.begin, BoundaryRecorder.resume],
+}
+"""Functions of a restart by phase."""
+
+
+class PhaseMeter:
+    """Measure phases of a restart on the calling thread until `stop`, each without the phases inside of it.
+
+    Nothing is undone: the process is the measurement's own.
+    """
+
+    def __init__(self) -> None:
+        self._thread, self._inside = threading.get_ident(), [0.0]
+        self.seconds = dict.fromkeys(_PHASES, 0.0)
+        for phase, functions in _PHASES.items():
+            for function in functions:
+                self._meter(phase, function)
+
+    def stop(self) -> None:
+        """Count nothing from here on."""
+        self._thread = -1
+
+    def _meter(self, phase: str, function: Callable[..., Any]) -> None:
+        *outer, name = function.__qualname__.split(".")
+        module = sys.modules[function.__module__]
+        owner = getattr(module, outer[0]) if outer else module
+        found = inspect.getattr_static(owner, name)
+        call = found.__func__ if isinstance(found, classmethod) else found
+
+        @wraps(call)
+        def metered(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != self._thread:
+                return call(*args, **kwargs)
+            began = time.perf_counter()
+            self._inside.append(0.0)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                seconds = time.perf_counter() - began
+                self.seconds[phase] += seconds - self._inside.pop()
+                self._inside[-1] += seconds
+
+        setattr(owner, name, classmethod(metered) if isinstance(found, classmethod) else metered)
+
+
+def phases_of(title: str, columns: Mapping[str, Sequence[Mapping[str, float]]]) -> RenderableType:
+    """Return a table of seconds by phase, a column per system with every rank's."""
+    names = dict.fromkeys(name for ranks in columns.values() for rank in ranks for name in rank)
+
+    def row(name: str, seconds: Callable[[Mapping[str, float]], float]) -> list[str]:
+        return [name, *(" / ".join(f"{1e3 * seconds(rank):.1f}" for rank in ranks) for ranks in columns.values())]
+
+    rows = [row(name, lambda rank, name=name: rank.get(name, 0.0)) for name in names]  # type: ignore[misc]
+    rows.append(row("= in phases", lambda rank: sum(rank.values())))
+    note = "milliseconds of the training thread until the first step was done, by rank; waits for other ranks are in agreement"
+    return table_of(title, ("", *columns), rows, note)
 
 
 def _own_hooks() -> list[str]:
