@@ -249,10 +249,10 @@ class Replay:
                 if layout.written(region, writer).shards:
                     under_way.append(self._sent(layout, segment, region, writer))
                 if len(under_way) > 1:  # this rank's own part, which is here, is loaded while another one comes
-                    own = [each for each in under_way if each.is_own]
-                    self._load_part(under_way.pop(under_way.index((own or under_way)[0])), shared)
-        for each in under_way:
-            self._load_part(each, shared)
+                    first = next((i for i, part in enumerate(under_way) if part.is_own), 0)
+                    self._load_part(under_way.pop(first), shared)
+        for part in under_way:
+            self._load_part(part, shared)
         self._load_scalars(scalars or {})
         self._view.schema.load_rest(self.journals[self._newest]["start"].get("optimizer", {}), self._view.params)
         for each in (self._view.params, *self._view.averages.all()):
@@ -467,7 +467,9 @@ def _copies(
         into = flat.as_strided((int(to_row.max()) + 1, size), (to_unit, 1), flat.storage_offset() + begin)
         if len(rows) == len(into) == len(from_row) and (np.diff(from_row) == 1).all() and (np.diff(to_row) == 1).all():
             yield rows, into
-        elif to_unit < size or size * dtype.itemsize >= _LARGE_ROW_NBYTES:  # not rows of a matrix, or worth copies of their own
+        elif (
+            to_unit < size or size * dtype.itemsize >= _LARGE_ROW_NBYTES
+        ):  # not rows of a matrix, or worth copies of their own
             yield from ((rows[i], into[j]) for i, j in zip(from_row.tolist(), to_row.tolist(), strict=True))
         else:
             found = rows.view(_UNITS[dtype.itemsize]).index_select(0, torch.from_numpy(from_row)).view(dtype)
