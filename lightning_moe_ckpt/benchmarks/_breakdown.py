@@ -7,40 +7,24 @@ in Linux's tables; the time of ended threads is the rest of the process's time.
 
 from __future__ import annotations
 
-import inspect
 import os
+import pkgutil
 import re
-import sys
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import wraps
+from operator import add
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from lightning.pytorch import Callback
-from lightning.pytorch.loops.fit_loop import _FitLoop
-from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from rich.console import Group, RenderableType
 
 from lightning_moe_ckpt.benchmarks._benchmark import Cost, table_of
-from lightning_moe_ckpt.benchmarks._variants import DcpCheckpoint
-from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.fit import FitSession
-from lightning_moe_ckpt.fit._recorder import BoundaryRecorder
-from lightning_moe_ckpt.planning import Planner
-from lightning_moe_ckpt.process import FrozenHeap
-from lightning_moe_ckpt.recovery._attempt import RestoreAttempt
-from lightning_moe_ckpt.recovery._inventory import Reader
-from lightning_moe_ckpt.recovery._replay import Replay
-from lightning_moe_ckpt.recovery._transfer import Transfer
-from lightning_moe_ckpt.session import CheckpointSession, _opening
-from lightning_moe_ckpt.snapshot import Constants, FileLayout, Identity
-from lightning_moe_ckpt.storage import RunStore
-from lightning_moe_ckpt.strategy import MoEStrategy
-from lightning_moe_ckpt.tiers import Rings
 
 _PROCESSES = Path("/proc")
 ENDED = "threads that ended"
@@ -49,112 +33,89 @@ ENDED = "threads that ended"
 _NOTHING = Cost(0.0, 0.0)
 
 
-class HookMeter:
-    """Measure the hooks of `peer`, or without a peer this package's, in this process from now on.
+_OURS, _OF_LIGHTNING = "lightning_moe_ckpt.", "lightning.pytorch."
+PHASES = {
+    "process group": [f"{_OURS}strategy:MoEStrategy setup_distributed"],
+    "operators": [f"{_OURS}fit:FitSession __init__"],
+    "log": [
+        f"{_OURS}recovery._opener:RunOpener _open_store _open_incarnation",
+        f"{_OURS}recovery._opener:Search _list",
+    ],
+    "agreement": [f"{_OURS}coordination:Exchange gather gather_tensor broadcast"],
+    "discovery": [f"{_OURS}recovery._inventory:Reader __init__", f"{_OURS}recovery._attempt:RestoreAttempt marker"],
+    "bytes and digests": [f"{_OURS}recovery._transfer:Transfer fill"],
+    "plan": [f"{_OURS}snapshot:FileLayout __init__", f"{_OURS}planning:Planner settle"],
+    "load": [
+        *(f"{_OURS}recovery._replay:Replay load", f"{_OURS}benchmarks._variants:DcpCheckpoint on_fit_start"),
+        f"{_OF_LIGHTNING}trainer.connectors.checkpoint_connector:_CheckpointConnector _restore_modules_and_callbacks",
+    ],
+    "second look or load": [f"{_OURS}recovery._replay:Replay reconcile"],
+    "tiers": [f"{_OURS}session._opening _joined"],
+    "rings": [f"{_OURS}tiers:Rings make"],
+    "thaw": [f"{_OURS}snapshot:Constants settle", f"{_OURS}process:FrozenHeap sweep"],
+    "loaders": [f"{_OF_LIGHTNING}loops.fit_loop:_FitLoop setup_data"],
+    "rest of a restore": [f"{_OURS}session:CheckpointSession begin", f"{_OURS}fit._recorder:BoundaryRecorder resume"],
+}
+"""Functions of a restart by phase: of each owner, names behind it."""
+
+
+class Meter:
+    """Measure functions by name, each without others of them inside, on the calling thread of this process until `stop`.
 
     Nothing is undone: the process is the measurement's own.
     """
 
-    def __init__(self, peer: Callback | None) -> None:
+    def __init__(self, functions: Mapping[str, Sequence[str]]) -> None:
         self._costs = defaultdict[str, Cost](lambda: _NOTHING)
-        self._inside = False
-        owner, hooks = (FitSession, _own_hooks()) if peer is None else (type(peer), _overridden(type(peer)))
-        for name in hooks:
-            setattr(owner, name, self._metered(name, getattr(owner, name)))
+        self._thread, self._inside = threading.get_ident(), [_NOTHING]
+        for name, places in functions.items():
+            for place, *attributes in map(str.split, places):
+                owner = pkgutil.resolve_name(place)
+                for attribute in attributes:
+                    setattr(owner, attribute, self._metered(name, getattr(owner, attribute)))
 
     def costs(self) -> dict[str, Cost]:
-        """Return the costs of every hook so far."""
+        """Return the costs so far, by name."""
         return dict(self._costs)
-
-    def _metered(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(hook)
-        def metered(*args: Any, **kwargs: Any) -> Any:
-            if self._inside:
-                return hook(*args, **kwargs)
-            self._inside = True
-            wall, cpu = time.perf_counter(), time.thread_time()
-            try:
-                return hook(*args, **kwargs)
-            finally:
-                before = self._costs[name]
-                ended = time.perf_counter(), time.thread_time()
-                self._costs[name] = Cost(before.wall + ended[0] - wall, before.cpu + ended[1] - cpu)
-                self._inside = False
-
-        return metered
-
-
-_OF_FILES = [_CheckpointConnector._restore_modules_and_callbacks, _CheckpointConnector.restore_training_state]  # noqa: SLF001  # no public way
-_PHASES: dict[str, list[Callable[..., Any]]] = {
-    "process group": [MoEStrategy.setup_distributed],
-    "operators": [FitSession.__init__, Identity.of_job],
-    "log": [RunStore.open, RunStore.promote, RunStore.candidates, RunStore.open_incarnation],
-    "agreement": [Exchange.gather, Exchange.gather_tensor, Exchange.broadcast],
-    "discovery": [Reader.__init__, RestoreAttempt.marker],
-    "bytes and digests": [Transfer.fill],
-    "plan": [FileLayout.__init__, Planner.settle],
-    "load": [Replay.load, Replay.load_buffers, DcpCheckpoint.on_fit_start, *_OF_FILES],
-    "second look or load": [Replay.reconcile],
-    "tiers": [_opening._joined],  # noqa: SLF001  # in which all workers are made
-    "rings": [Rings.make],
-    "thaw": [Constants.settle, FrozenHeap.sweep],
-    "loaders": [_FitLoop.setup_data],
-    "rest of a restore": [CheckpointSession.begin, BoundaryRecorder.resume],
-}
-"""Functions of a restart by phase."""
-
-
-class PhaseMeter:
-    """Measure phases of a restart on the calling thread until `stop`, each without the phases inside of it.
-
-    Nothing is undone: the process is the measurement's own.
-    """
-
-    def __init__(self) -> None:
-        self._thread, self._inside = threading.get_ident(), [0.0]
-        self.seconds = dict.fromkeys(_PHASES, 0.0)
-        for phase, functions in _PHASES.items():
-            for function in functions:
-                self._meter(phase, function)
 
     def stop(self) -> None:
         """Count nothing from here on."""
         self._thread = -1
 
-    def _meter(self, phase: str, function: Callable[..., Any]) -> None:
-        *outer, name = function.__qualname__.split(".")
-        module = sys.modules[function.__module__]
-        owner = getattr(module, outer[0]) if outer else module
-        found = inspect.getattr_static(owner, name)
-        call = found.__func__ if isinstance(found, classmethod) else found
-
-        @wraps(call)
+    def _metered(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
         def metered(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != self._thread:
-                return call(*args, **kwargs)
-            began = time.perf_counter()
-            self._inside.append(0.0)
+                return function(*args, **kwargs)
+            self._inside.append(_NOTHING)
+            wall, cpu = time.perf_counter(), time.thread_time()
             try:
-                return call(*args, **kwargs)
+                return function(*args, **kwargs)
             finally:
-                seconds = time.perf_counter() - began
-                self.seconds[phase] += seconds - self._inside.pop()
-                self._inside[-1] += seconds
+                cost = Cost(time.perf_counter() - wall, time.thread_time() - cpu)
+                shares = zip(self._costs[name], cost, self._inside.pop(), strict=True)
+                self._costs[name] = Cost(*(before + own - inside for before, own, inside in shares))
+                self._inside[-1] = Cost(*map(add, self._inside[-1], cost))
 
-        setattr(owner, name, classmethod(metered) if isinstance(found, classmethod) else metered)
+        return metered
 
 
-def phases_of(title: str, columns: Mapping[str, Sequence[Mapping[str, float]]]) -> RenderableType:
+class HookMeter(Meter):
+    """Measure the hooks of `peer`, or without a peer this package's."""
+
+    def __init__(self, peer: Callback | None) -> None:
+        owner, hooks = (FitSession, _own_hooks()) if peer is None else (type(peer), _overridden(type(peer)))
+        super().__init__({name: [f"{owner.__module__}:{owner.__qualname__} {name}"] for name in hooks})
+
+
+def phases_of(columns: Mapping[str, Sequence[Mapping[str, float]]]) -> RenderableType:
     """Return a table of seconds by phase, a column per system with every rank's."""
-    names = dict.fromkeys(name for ranks in columns.values() for rank in ranks for name in rank)
-
-    def row(name: str, seconds: Callable[[Mapping[str, float]], float]) -> list[str]:
-        return [name, *(" / ".join(f"{1e3 * seconds(rank):.1f}" for rank in ranks) for ranks in columns.values())]
-
-    rows = [row(name, lambda rank, name=name: rank.get(name, 0.0)) for name in names]  # type: ignore[misc]
-    rows.append(row("= in phases", lambda rank: sum(rank.values())))
+    rows = [
+        [name, *(" / ".join(f"{1e3 * rank.get(name, 0.0):.1f}" for rank in ranks) for ranks in columns.values())]
+        for name in PHASES
+    ]
     note = "milliseconds of the training thread until the first step was done, by rank; waits for other ranks are in agreement"
-    return table_of(title, ("", *columns), rows, note)
+    return table_of("Phases of these restarts", ("", *columns), rows, note)
 
 
 def _own_hooks() -> list[str]:

@@ -43,7 +43,7 @@ from lightning_moe_ckpt.benchmarks._benchmark import (
     rounds_of,
     table_of,
 )
-from lightning_moe_ckpt.benchmarks._breakdown import PhaseMeter, phases_of
+from lightning_moe_ckpt.benchmarks._breakdown import PHASES, Meter, phases_of
 from lightning_moe_ckpt.benchmarks._fits import (
     BenchModel,
     HandOver,
@@ -209,7 +209,7 @@ def table(figures: Sequence[RecoveryFigure | HostRestoreFigure]) -> RenderableTy
     caption = "\n".join([_NOTE, *_from_host(killed), *alone])
     lost = table_of(title, _COLUMNS, [_row(figure) for figure in killed], caption)
     phases = {f"{_SYSTEMS[each.system]}, {_LOSSES[each.loss]}": each.phases for each in killed if any(each.phases)}
-    return Group(lost, phases_of("Phases of these restarts", phases)) if phases else lost
+    return Group(lost, phases_of(phases)) if phases else lost
 
 
 def _recover(case: tuple[RecoverySystem, RecoveryLoss], step: int, options: SimpleNamespace) -> Recovery:
@@ -283,7 +283,7 @@ def _figure(
         **medians(rounds, *_MEDIANS),
         restored_from=rounds[-1].restored_from,
         phases=[
-            {name: statistics.median(run.phases[rank][name] for run in rounds) for name in found}
+            {name: statistics.median(run.phases[rank].get(name, 0.0) for run in rounds) for name in found}
             for rank, found in enumerate(rounds[-1].phases)
         ],
         system=case[0],
@@ -426,7 +426,7 @@ class RecoveryFit:
         folder = Path(attempt.url.removeprefix("file://"))
         first = newest_step(folder) if self.system == "dcp" else 0
         checkpoint = self._checkpoint(attempt, folder, first)
-        meter = PhaseMeter() if self.breakdown and attempt.index > 0 else None
+        meter = Meter(PHASES) if self.breakdown and attempt.index > 0 else None
         times = StepTimes(attempt.records.with_suffix(".times"), first, checkpoint, meter)
         with quiet_lightning():
             trainer = bench_trainer(
@@ -442,7 +442,8 @@ class RecoveryFit:
             seed_everything(attempt.seed, verbose=False)  # another in every attempt: what is not restored shows
             data = random_tokens(self.size, attempt.world_size * (self.max_steps + 1))
             trainer.fit(model, data, ckpt_path=self._ckpt_path(folder))
-        return {"begun": begun, "phases": {} if meter is None else meter.seconds, **_report(checkpoint)}
+        phases = {} if meter is None else {name: cost.wall for name, cost in meter.costs().items()}
+        return {"begun": begun, "phases": phases, **_report(checkpoint)}
 
     def _checkpoint(self, attempt: Attempt, folder: Path, first: int) -> Callback | None:
         if self.system == "sparse":
@@ -474,9 +475,7 @@ def newest_step(folder: Path) -> int:
 class StepTimes(StepLines):
     """Append a line at every step, with the cost of `checkpoint` so far; the first one stops the `meter`, if any."""
 
-    def __init__(
-        self, path: Path, first_step: int, checkpoint: Callback | None, meter: PhaseMeter | None = None
-    ) -> None:
+    def __init__(self, path: Path, first_step: int, checkpoint: Callback | None, meter: Meter | None = None) -> None:
         self.first_step, self._checkpoint, self.lines, self._meter = first_step, checkpoint, JsonLines(path), meter
 
     @override
