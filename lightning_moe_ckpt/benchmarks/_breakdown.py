@@ -56,11 +56,11 @@ PHASES = {
     "loaders": [f"{_OF_LIGHTNING}loops.fit_loop:_FitLoop setup_data"],
     "rest of a restore": [f"{_OURS}session:CheckpointSession begin", f"{_OURS}fit._recorder:BoundaryRecorder resume"],
 }
-"""Functions of a restart by phase: of each owner, names behind it."""
+"""Functions by a restart's phase: owners, each with its functions' names."""
 
 
-class Meter:
-    """Measure functions by name, each without others of them inside, on the calling thread of this process until `stop`.
+class CostMeter:
+    """Measure functions by name, each without the others inside, on the calling thread until `stop`.
 
     Nothing is undone: the process is the measurement's own.
     """
@@ -100,7 +100,7 @@ class Meter:
         return metered
 
 
-class HookMeter(Meter):
+class HookMeter(CostMeter):
     """Measure the hooks of `peer`, or without a peer this package's."""
 
     def __init__(self, peer: Callback | None) -> None:
@@ -109,7 +109,7 @@ class HookMeter(Meter):
 
 
 def phases_of(columns: Mapping[str, Sequence[Mapping[str, float]]]) -> RenderableType:
-    """Return a table of seconds by phase, a column per system with every rank's."""
+    """Return a table with seconds by phase, a column per system with every rank's."""
     rows = [
         [name, *(" / ".join(f"{1e3 * rank.get(name, 0.0):.1f}" for rank in ranks) for ranks in columns.values())]
         for name in PHASES

@@ -43,7 +43,7 @@ from lightning_moe_ckpt.benchmarks._benchmark import (
     rounds_of,
     table_of,
 )
-from lightning_moe_ckpt.benchmarks._breakdown import PHASES, Meter, phases_of
+from lightning_moe_ckpt.benchmarks._breakdown import PHASES, CostMeter, phases_of
 from lightning_moe_ckpt.benchmarks._fits import (
     BenchModel,
     HandOver,
@@ -145,7 +145,7 @@ class Recovery:
     restored_from: list[dict[str, int]]
     """Bytes that each rank read, by tier: `host`, `peer` or `storage`; empty for other systems."""
     phases: list[dict[str, float]]
-    """Seconds of each rank by phase until its first step is done, with `--breakdown`."""
+    """Each rank's seconds by phase until its first step is done, with `--breakdown`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -416,7 +416,7 @@ class RecoveryFit:
     """Whether the Trainer warns of kernels that are not deterministic."""
     precision: Precision = "32-true"
     breakdown: bool = False
-    """Whether to measure the phases of the restart."""
+    """Whether to measure the restart's phases."""
 
     def __call__(self, attempt: Attempt) -> dict[str, Any]:
         """Run an attempt; return its start time, and the callback's report on the restore."""
@@ -426,7 +426,7 @@ class RecoveryFit:
         folder = Path(attempt.url.removeprefix("file://"))
         first = newest_step(folder) if self.system == "dcp" else 0
         checkpoint = self._checkpoint(attempt, folder, first)
-        meter = Meter(PHASES) if self.breakdown and attempt.index > 0 else None
+        meter = CostMeter(PHASES) if self.breakdown and attempt.index > 0 else None
         times = StepTimes(attempt.records.with_suffix(".times"), first, checkpoint, meter)
         with quiet_lightning():
             trainer = bench_trainer(
@@ -475,7 +475,9 @@ def newest_step(folder: Path) -> int:
 class StepTimes(StepLines):
     """Append a line at every step, with the cost of `checkpoint` so far; the first one stops the `meter`, if any."""
 
-    def __init__(self, path: Path, first_step: int, checkpoint: Callback | None, meter: Meter | None = None) -> None:
+    def __init__(
+        self, path: Path, first_step: int, checkpoint: Callback | None, meter: CostMeter | None = None
+    ) -> None:
         self.first_step, self._checkpoint, self.lines, self._meter = first_step, checkpoint, JsonLines(path), meter
 
     @override

@@ -49,7 +49,7 @@ Scalars = Mapping[str, Mapping[str, Tensor]]
 
 
 class _Sent(NamedTuple):
-    """A writer's part of a region, on its way to all ranks of the region."""
+    """A writer's part on its way to all ranks in its region."""
 
     table: ShardTable
     source: Tensor

@@ -329,7 +329,7 @@ def digested(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def digests_of(tensors: Sequence[Tensor]) -> list[str]:
-    """Return the digests of tensors' bytes, in shards of this rank's."""
+    """Return the digests of tensors' bytes, with DTensors this rank's."""
     if sum(each.nbytes for each in map(memory_of, tensors)) < _THREADED_NBYTES:
         return list(map(_digest, tensors))
     with ThreadPoolExecutor(_THREADS, "moe-ckpt-constants") as pool:
