@@ -391,6 +391,7 @@ BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what others
             number("--host-kills", 10, "Kills of a process whose state is read back from memory, without training."),
             number("--host-megabytes", 50, "MiB of that state."),
             several("--systems", ["sparse", "dense", "partial", "selective", "dcp", "lightning"], "What is compared"),
+            _flag("--breakdown", "Where the milliseconds go: of restarts by phase, of checkpoints by hook and thread."),
             _option("--folder", "For checkpoints (default: the temporary directory).", "PATH", type=Path),
         ],
     ),
@@ -455,7 +456,7 @@ def _bench(name: str, summary: str, chosen: Mapping[str, list[click.Parameter]],
             type=click.Choice(["cpu", "gpu", "auto"]),
         ),
     ]
-    params += [param for each in chosen.values() for param in each]
+    params += {param.name: param for each in chosen.values() for param in each}.values()
     return click.Command(name, callback=run, params=params, short_help=summary, help=summary)
 
 

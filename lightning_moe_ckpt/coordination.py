@@ -33,6 +33,8 @@ from lightning_moe_ckpt.parallel import ParallelGroups
 
 log = rank_logger(__name__)
 
+_HEAD_NBYTES = 2**11
+"""Bytes of a value that travel with its size."""
 _MAX_VALUE_NBYTES = 2**30
 """Most bytes of a value between ranks, such as a manifest, a memory inventory or a message."""
 
@@ -125,23 +127,26 @@ class Exchange:
         if self._group is None:
             return value
         payload = encode(value) if self.is_coordinator else b""
-        nbytes = expected_nbytes(self.gather([len(payload)])[0][0])
-        buffer = torch.empty(nbytes, dtype=torch.uint8)
-        if self.is_coordinator:
-            buffer = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        dist.broadcast(buffer, src=self._ranks[0], group=self._group)
-        return decode(buffer.numpy().tobytes())
+        first = _headed(payload)
+        dist.broadcast(first, src=self._ranks[0], group=self._group)
+        head, nbytes = _opened(first)
+        rest = torch.empty(nbytes - len(head), dtype=torch.uint8)
+        if len(rest):
+            if self.is_coordinator:
+                rest = torch.frombuffer(bytearray(payload[len(head) :]), dtype=torch.uint8)
+            dist.broadcast(rest, src=self._ranks[0], group=self._group)
+        return decode(head + rest.numpy().tobytes())
 
     def gather_values(self, value: object) -> list[object]:
         """Return every rank's value, by rank."""
         if self._group is None:
             return [value]
         payload = encode(value)
-        sizes = [expected_nbytes(row[0]) for row in self.gather([len(payload)])]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        rows = self.gather_tensor(padded)
-        return [decode(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+        found = [_opened(row) for row in self.gather_tensor(_headed(payload))]
+        if (most := max(nbytes for _, nbytes in found)) > _HEAD_NBYTES:
+            rows = self.gather_tensor(torch.frombuffer(bytearray(payload.ljust(most, b"\0")), dtype=torch.uint8))
+            found = [(row[:nbytes].numpy().tobytes(), nbytes) for row, (_, nbytes) in zip(rows, found, strict=True)]
+        return [decode(each) for each, _ in found]
 
     def transfer(
         self, sends: Sequence[tuple[int, memoryview]], receives: Sequence[tuple[int, memoryview]]
@@ -209,6 +214,19 @@ def without_exchange(error: Callable[[str], CheckpointError]) -> Iterator[None]:
     finally:
         if refused.asked:
             raise error(refused.asked)
+
+
+def _headed(payload: bytes) -> Tensor:
+    """Return a payload's size and first bytes in a message of one size: short values need no other."""
+    message = len(payload).to_bytes(8, "little") + payload[:_HEAD_NBYTES]
+    return torch.frombuffer(bytearray(message.ljust(8 + _HEAD_NBYTES, b"\0")), dtype=torch.uint8)
+
+
+def _opened(message: Tensor) -> tuple[bytes, int]:
+    """Return the first bytes and the whole size of a payload from `_headed`."""
+    said = message.numpy().tobytes()
+    nbytes = expected_nbytes(int.from_bytes(said[:8], "little"))
+    return said[8 : 8 + min(nbytes, _HEAD_NBYTES)], nbytes
 
 
 def expected_nbytes(nbytes: int) -> int:

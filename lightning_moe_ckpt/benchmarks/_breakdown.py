@@ -1,4 +1,5 @@
-"""Measure where the time of checkpoints goes: hook by hook on the training thread, thread by thread beside it.
+"""Measure where the time of checkpoints goes: hook by hook on the training thread, thread by thread beside it; of a restart,
+phase by phase.
 
 A hook's time runs from its call to its return, and counts once where hooks call each other. Threads are measured by the CPU time
 in Linux's tables; the time of ended threads is the rest of the process's time.
@@ -7,6 +8,7 @@ in Linux's tables; the time of ended threads is the rest of the process's time.
 from __future__ import annotations
 
 import os
+import pkgutil
 import re
 import threading
 import time
@@ -14,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import wraps
+from operator import add
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -30,39 +33,89 @@ ENDED = "threads that ended"
 _NOTHING = Cost(0.0, 0.0)
 
 
-class HookMeter:
-    """Measure the hooks of `peer`, or without a peer this package's, in this process from now on.
+_OURS, _OF_LIGHTNING = "lightning_moe_ckpt.", "lightning.pytorch."
+PHASES = {
+    "process group": [f"{_OURS}strategy:MoEStrategy setup_distributed"],
+    "operators": [f"{_OURS}fit:FitSession __init__"],
+    "log": [
+        f"{_OURS}recovery._opener:RunOpener _open_store _open_incarnation",
+        f"{_OURS}recovery._opener:Search _list",
+    ],
+    "agreement": [f"{_OURS}coordination:Exchange gather gather_tensor broadcast"],
+    "discovery": [f"{_OURS}recovery._inventory:Reader __init__", f"{_OURS}recovery._attempt:RestoreAttempt marker"],
+    "bytes and digests": [f"{_OURS}recovery._transfer:Transfer fill"],
+    "plan": [f"{_OURS}snapshot:FileLayout __init__", f"{_OURS}planning:Planner settle"],
+    "load": [
+        *(f"{_OURS}recovery._replay:Replay load", f"{_OURS}benchmarks._variants:DcpCheckpoint on_fit_start"),
+        f"{_OF_LIGHTNING}trainer.connectors.checkpoint_connector:_CheckpointConnector _restore_modules_and_callbacks",
+    ],
+    "second look or load": [f"{_OURS}recovery._replay:Replay reconcile"],
+    "tiers": [f"{_OURS}session._opening _joined"],
+    "rings": [f"{_OURS}tiers:Rings make"],
+    "thaw": [f"{_OURS}snapshot:Constants settle", f"{_OURS}process:FrozenHeap sweep"],
+    "loaders": [f"{_OF_LIGHTNING}loops.fit_loop:_FitLoop setup_data"],
+    "rest of a restore": [f"{_OURS}session:CheckpointSession begin", f"{_OURS}fit._recorder:BoundaryRecorder resume"],
+}
+"""Functions by a restart's phase: owners, each with its functions' names."""
+
+
+class CostMeter:
+    """Measure functions by name, each without the others inside, on the calling thread until `stop`.
 
     Nothing is undone: the process is the measurement's own.
     """
 
-    def __init__(self, peer: Callback | None) -> None:
+    def __init__(self, functions: Mapping[str, Sequence[str]]) -> None:
         self._costs = defaultdict[str, Cost](lambda: _NOTHING)
-        self._inside = False
-        owner, hooks = (FitSession, _own_hooks()) if peer is None else (type(peer), _overridden(type(peer)))
-        for name in hooks:
-            setattr(owner, name, self._metered(name, getattr(owner, name)))
+        self._thread, self._inside = threading.get_ident(), [_NOTHING]
+        for name, places in functions.items():
+            for place, *attributes in map(str.split, places):
+                owner = pkgutil.resolve_name(place)
+                for attribute in attributes:
+                    setattr(owner, attribute, self._metered(name, getattr(owner, attribute)))
 
     def costs(self) -> dict[str, Cost]:
-        """Return the costs of every hook so far."""
+        """Return the costs so far, by name."""
         return dict(self._costs)
 
-    def _metered(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(hook)
+    def stop(self) -> None:
+        """Count nothing from here on."""
+        self._thread = -1
+
+    def _metered(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
         def metered(*args: Any, **kwargs: Any) -> Any:
-            if self._inside:
-                return hook(*args, **kwargs)
-            self._inside = True
+            if threading.get_ident() != self._thread:
+                return function(*args, **kwargs)
+            self._inside.append(_NOTHING)
             wall, cpu = time.perf_counter(), time.thread_time()
             try:
-                return hook(*args, **kwargs)
+                return function(*args, **kwargs)
             finally:
-                before = self._costs[name]
-                ended = time.perf_counter(), time.thread_time()
-                self._costs[name] = Cost(before.wall + ended[0] - wall, before.cpu + ended[1] - cpu)
-                self._inside = False
+                cost = Cost(time.perf_counter() - wall, time.thread_time() - cpu)
+                shares = zip(self._costs[name], cost, self._inside.pop(), strict=True)
+                self._costs[name] = Cost(*(before + own - inside for before, own, inside in shares))
+                self._inside[-1] = Cost(*map(add, self._inside[-1], cost))
 
         return metered
+
+
+class HookMeter(CostMeter):
+    """Measure the hooks of `peer`, or without a peer this package's."""
+
+    def __init__(self, peer: Callback | None) -> None:
+        owner, hooks = (FitSession, _own_hooks()) if peer is None else (type(peer), _overridden(type(peer)))
+        super().__init__({name: [f"{owner.__module__}:{owner.__qualname__} {name}"] for name in hooks})
+
+
+def phases_of(columns: Mapping[str, Sequence[Mapping[str, float]]]) -> RenderableType:
+    """Return a table with seconds by phase, a column per system with every rank's."""
+    rows = [
+        [name, *(" / ".join(f"{1e3 * rank.get(name, 0.0):.1f}" for rank in ranks) for ranks in columns.values())]
+        for name in PHASES
+    ]
+    note = "milliseconds of the training thread until the first step was done, by rank; waits for other ranks are in agreement"
+    return table_of("Phases of these restarts", ("", *columns), rows, note)
 
 
 def _own_hooks() -> list[str]:

@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, seed_everything
-from rich.table import Table
+from rich.console import Group, RenderableType
 from typing_extensions import override
 
 from lightning_moe_ckpt._units import size_text
@@ -43,6 +43,7 @@ from lightning_moe_ckpt.benchmarks._benchmark import (
     rounds_of,
     table_of,
 )
+from lightning_moe_ckpt.benchmarks._breakdown import PHASES, CostMeter, phases_of
 from lightning_moe_ckpt.benchmarks._fits import (
     BenchModel,
     HandOver,
@@ -143,6 +144,8 @@ class Recovery:
     """Time from the SIGKILL to the end of the first new step."""
     restored_from: list[dict[str, int]]
     """Bytes that each rank read, by tier: `host`, `peer` or `storage`; empty for other systems."""
+    phases: list[dict[str, float]]
+    """Each rank's seconds by phase until its first step is done, with `--breakdown`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,7 +182,7 @@ class HostRestoreFigure:
         return _GOAL.outcome(1e3 * self.median / max(1.0, self.nbytes / (50 * 2**20)))
 
 
-_MEDIANS = [name for name in Recovery.__annotations__ if name != "restored_from"]
+_MEDIANS = [name for name in Recovery.__annotations__ if name not in ("restored_from", "phases")]
 
 
 def measure(options: SimpleNamespace, progress: Progress) -> list[RecoveryFigure | HostRestoreFigure]:
@@ -194,7 +197,7 @@ def measure(options: SimpleNamespace, progress: Progress) -> list[RecoveryFigure
     return [*(_figure(case, options, rounds) for case, rounds in found.items()), host]
 
 
-def table(figures: Sequence[RecoveryFigure | HostRestoreFigure]) -> Table:
+def table(figures: Sequence[RecoveryFigure | HostRestoreFigure]) -> RenderableType:
     """Return the figures for people."""
     killed = [figure for figure in figures if isinstance(figure, RecoveryFigure)]
     first = killed[0]
@@ -204,7 +207,9 @@ def table(figures: Sequence[RecoveryFigure | HostRestoreFigure]) -> Table:
     )
     alone = [_host_line(figure) for figure in figures if isinstance(figure, HostRestoreFigure)]
     caption = "\n".join([_NOTE, *_from_host(killed), *alone])
-    return table_of(title, _COLUMNS, [_row(figure) for figure in killed], caption)
+    lost = table_of(title, _COLUMNS, [_row(figure) for figure in killed], caption)
+    phases = {f"{_SYSTEMS[each.system]}, {_LOSSES[each.loss]}": each.phases for each in killed if any(each.phases)}
+    return Group(lost, phases_of(phases)) if phases else lost
 
 
 def _recover(case: tuple[RecoverySystem, RecoveryLoss], step: int, options: SimpleNamespace) -> Recovery:
@@ -218,6 +223,7 @@ def _recover(case: tuple[RecoverySystem, RecoveryLoss], step: int, options: Simp
             max_steps=step + 1,
             memory=str(memory),
             accelerator=accelerator_for(options.accelerator, options.nodes),
+            breakdown=options.breakdown,
         )
         kill = Kill(phase="batch_start", step=step, rank=options.nodes - 1)
         url = (folder / "run").as_uri()
@@ -265,6 +271,7 @@ def _read(attempts: Sequence[AttemptResult], step: int, num_steps: int) -> Recov
         rerun_seconds=failure.rerun_seconds,
         total_seconds=failure.total_seconds,
         restored_from=[resumed.returned(each)["restored_from"] for each in ranks],
+        phases=[resumed.returned(each)["phases"] for each in ranks],
     )
 
 
@@ -275,6 +282,10 @@ def _figure(
     return RecoveryFigure(
         **medians(rounds, *_MEDIANS),
         restored_from=rounds[-1].restored_from,
+        phases=[
+            {name: statistics.median(run.phases[rank].get(name, 0.0) for run in rounds) for name in found}
+            for rank, found in enumerate(rounds[-1].phases)
+        ],
         system=case[0],
         loss=case[1],
         num_params=_size(options).num_params(),
@@ -404,6 +415,8 @@ class RecoveryFit:
     deterministic: bool = False
     """Whether the Trainer warns of kernels that are not deterministic."""
     precision: Precision = "32-true"
+    breakdown: bool = False
+    """Whether to measure the restart's phases."""
 
     def __call__(self, attempt: Attempt) -> dict[str, Any]:
         """Run an attempt; return its start time, and the callback's report on the restore."""
@@ -413,7 +426,8 @@ class RecoveryFit:
         folder = Path(attempt.url.removeprefix("file://"))
         first = newest_step(folder) if self.system == "dcp" else 0
         checkpoint = self._checkpoint(attempt, folder, first)
-        times = StepTimes(attempt.records.with_suffix(".times"), first, checkpoint)
+        meter = CostMeter(PHASES) if self.breakdown and attempt.index > 0 else None
+        times = StepTimes(attempt.records.with_suffix(".times"), first, checkpoint, meter)
         with quiet_lightning():
             trainer = bench_trainer(
                 accelerator=self.accelerator,
@@ -428,7 +442,8 @@ class RecoveryFit:
             seed_everything(attempt.seed, verbose=False)  # another in every attempt: what is not restored shows
             data = random_tokens(self.size, attempt.world_size * (self.max_steps + 1))
             trainer.fit(model, data, ckpt_path=self._ckpt_path(folder))
-        return {"begun": begun, **_report(checkpoint)}
+        phases = {} if meter is None else {name: cost.wall for name, cost in meter.costs().items()}
+        return {"begun": begun, "phases": phases, **_report(checkpoint)}
 
     def _checkpoint(self, attempt: Attempt, folder: Path, first: int) -> Callback | None:
         if self.system == "sparse":
@@ -458,13 +473,17 @@ def newest_step(folder: Path) -> int:
 
 
 class StepTimes(StepLines):
-    """Append a line at every step, with the cost of `checkpoint` so far."""
+    """Append a line at every step, with the cost of `checkpoint` so far; the first one stops the `meter`, if any."""
 
-    def __init__(self, path: Path, first_step: int, checkpoint: Callback | None) -> None:
-        self.first_step, self._checkpoint, self.lines = first_step, checkpoint, JsonLines(path)
+    def __init__(
+        self, path: Path, first_step: int, checkpoint: Callback | None, meter: CostMeter | None = None
+    ) -> None:
+        self.first_step, self._checkpoint, self.lines, self._meter = first_step, checkpoint, JsonLines(path), meter
 
     @override
     def values(self) -> dict[str, Any]:
+        if self._meter is not None:
+            self._meter.stop()
         return {"costs": _costs(self._checkpoint)}
 
 

@@ -16,6 +16,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from operator import is_
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,16 +27,56 @@ from torch import Tensor
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.journal import Journal, decode_journal
 from lightning_moe_ckpt.native import Column, Copy, CopyEngine, copy_through
-from lightning_moe_ckpt.operators import RecordKind, Region, complete, follow, with_memory
+from lightning_moe_ckpt.operators import RecordKind, Region, complete, follow, memory_of, with_memory
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.recovery._frozen import Frozen
-from lightning_moe_ckpt.snapshot import JOURNAL, PRESENT, FileLayout, ParameterShards, WindowLayout, versions
+from lightning_moe_ckpt.snapshot import (
+    JOURNAL,
+    PRESENT,
+    FileLayout,
+    ParameterShards,
+    ShardTable,
+    WindowLayout,
+    digests_of,
+    versions,
+)
 from lightning_moe_ckpt.storage import SegmentLayout
 
 log = rank_logger(__name__)
 
 Scalars = Mapping[str, Mapping[str, Tensor]]
 """Optimizer state shared by several experts, by parameter and key."""
+
+
+class _Sent(NamedTuple):
+    """A writer's part on its way to all ranks in its region."""
+
+    table: ShardTable
+    source: Tensor
+    is_own: bool
+    """Whether this rank is the writer."""
+    wait: Callable[[], Tensor]
+    """Waits for the bytes, and returns them on the host."""
+
+
+class _Loaded:
+    """Tensors as loaded, to tell whether they still are; digests tell for tensors of the host."""
+
+    def __init__(self, tensors: Sequence[Tensor], *, with_digests: bool = False) -> None:
+        self._tensors, self._places = tensors, [each.data_ptr() for each in map(memory_of, tensors)]
+        self._versions = versions(tensors)
+        by_digests = with_digests and not any(each.device.type != "cpu" for each in tensors)
+        self._digests = digests_of(tensors) if by_digests else None
+
+    def is_still(self, now: Sequence[Tensor], *, by_digests: bool) -> bool:
+        """Return whether `now` are the same tensors with the same contents, by digests or by version counters."""
+        if len(now) != len(self._tensors) or not all(map(is_, now, self._tensors)):
+            return False
+        if [each.data_ptr() for each in map(memory_of, now)] != self._places:
+            return False
+        if not by_digests:
+            return versions(now) == self._versions
+        return self._digests is not None and digests_of(now) == self._digests
 
 
 class Replay:
@@ -92,8 +134,7 @@ class Replay:
         """Whether the known cause of other losses was logged."""
         self._newest = -1
         """Index of the newest loaded step."""
-        self._loaded: list[Tensor] = []
-        self._versions: list[int] = []
+        self._loaded = _Loaded([])
 
     @property
     def dense(self) -> bool:
@@ -147,6 +188,8 @@ class Replay:
         self._active.update(self._full[self._newest])
         self._give_state()
         self.freeze()
+        # Hooks at the begin of a fit and of an epoch follow the first load; behind others nobody comes unseen, or a validation.
+        self._loaded = _Loaded(self._live(), with_digests=self._newest == 0 and not self._view.schema.has_rest)
 
     @torch.no_grad()
     def load_buffers(self) -> None:
@@ -160,19 +203,18 @@ class Replay:
                 buffer.copy_(layout.segment.view(segment, f"buffer/{name}"))
 
     def reconcile(self, agree: Callable[[bool], bool], *, disturbed: bool) -> None:
-        """Restore the state as sealed for the newest loaded step; every rank must call it.
+        """Restore the state as sealed for the newest loaded step, unless it is still there; every rank must call it.
 
         Args:
             agree: returns whether all ranks say yes.
             disturbed: whether parameters and state may have changed unseen by their version counters.
         """
-        untouched = not disturbed and versions(self._loaded) == self._versions
-        if not agree(untouched):
+        if not agree(not self._missing and self._loaded.is_still(self._live(), by_digests=disturbed)):
             self._load_records()
             self._give_state()
         self.load_buffers()
         self._segments[self._newest] = None
-        self._loaded, self._versions = [], []
+        self._loaded = _Loaded([])
 
     def freeze(self) -> None:
         """Freeze all operators that are not active; parameters frozen by the user stay frozen."""
@@ -201,17 +243,26 @@ class Replay:
         scalars: Scalars | None = self.journals[self._newest]["outcome"].get("scalars")
         shared = frozenset[str]() if scalars is None else self._shared()
         self._reset(shared, scalars or {})
+        under_way: list[_Sent] = []
         for region in layout.shards:
             for writer in region:
-                self._load_region(layout, segment, region, writer, shared)
+                if layout.written(region, writer).shards:
+                    under_way.append(self._sent(layout, segment, region, writer))
+                if len(under_way) > 1:  # this rank's own part, which is here, is loaded while another one comes
+                    first = next((i for i, part in enumerate(under_way) if part.is_own), 0)
+                    self._load_part(under_way.pop(first), shared)
+        for part in under_way:
+            self._load_part(part, shared)
         self._load_scalars(scalars or {})
         self._view.schema.load_rest(self.journals[self._newest]["start"].get("optimizer", {}), self._view.params)
-        fqns = dict.fromkeys(shard.slice.fqn for region in layout.shards.values() for shard in region)
-        params = [self._view.params[fqn] for fqn in fqns]
         for each in (self._view.params, *self._view.averages.all()):
             complete(each)
-        self._loaded = with_memory([*params, *self._view.states(fqns)])
-        self._versions = versions(self._loaded)
+
+    def _live(self) -> list[Tensor]:
+        """Return all live tensors with parts in the newest loaded step."""
+        layout, _ = self._newest_step()
+        fqns = dict.fromkeys(shard.slice.fqn for region in layout.shards.values() for shard in region)
+        return with_memory([*(self._view.params[fqn] for fqn in fqns), *self._view.states(fqns)])
 
     def _shared(self) -> frozenset[str]:
         """Return the parameters with slices of several experts."""
@@ -238,24 +289,36 @@ class Replay:
                 assert live is not None
                 live.copy_(value)
 
-    def _load_region(
-        self, layout: FileLayout, segment: Tensor, region: Region, writer: int, shared: Collection[str]
-    ) -> None:
+    def _sent(self, layout: FileLayout, segment: Tensor, region: Region, writer: int) -> _Sent:
+        """Begin to give the region a writer's part."""
         table = layout.written(region, writer)
-        if not table.shards:
-            return
         offsets, sizes = SegmentLayout.placed(table.kinds)
-        nbytes = int(offsets[-1] + sizes[-1])
-        if writer == self.groups.rank:
-            start = layout.first_byte(region)
-            source = segment[start : start + nbytes]
-        else:
-            source = torch.empty(nbytes, dtype=torch.uint8)
-        source = self._broadcast(source, region, writer)
+        nbytes, is_own = int(offsets[-1] + sizes[-1]), writer == self.groups.rank
+        start = layout.first_byte(region) if is_own else 0
+        source = segment[start : start + nbytes] if is_own else torch.empty(nbytes, dtype=torch.uint8)
+        if len(region) == 1:
+            return _Sent(table, source, is_own, lambda: source)
+        group = self.groups.among(region)
+        if dist.get_backend(group) == "nccl":  # which may not run on two communicators at once
+            dist.broadcast(on_device := source.cuda(), src=writer, group=group)
+            return _Sent(table, source, is_own, on_device.cpu)
+        work = dist.broadcast(source, src=writer, group=group, async_op=True)
+
+        def wait() -> Tensor:
+            work.wait()
+            return source
+
+        return _Sent(table, source, is_own, wait)
+
+    def _load_part(self, part: _Sent, shared: Collection[str]) -> None:
+        source = part.source if part.is_own else part.wait()
+        offsets, _ = SegmentLayout.placed(part.table.kinds)
         copies: list[Copy] = []
-        for group in table.by_parameter():
+        for group in part.table.by_parameter():
             copies += self._copies_of(group, offsets, source, shared)
         copy_through(self.engine, copies)
+        if part.is_own:
+            part.wait()
 
     def _copies_of(
         self, shards: ParameterShards, offsets: Column, source: Tensor, shared: Collection[str]
@@ -283,14 +346,6 @@ class Replay:
                 yield from _copies(source, at, dtype, flat, (shards.start[rows], shards.numel[rows]))
             else:  # every part has the same value
                 yield _typed(source[at[-1] : at[-1] + dtype.itemsize * math.prod(shape)], dtype), flat
-
-    def _broadcast(self, source: Tensor, region: Region, writer: int) -> Tensor:
-        if len(region) == 1:
-            return source
-        group = self.groups.among(region)
-        on_device = source.cuda() if dist.get_backend(group) == "nccl" else source.contiguous()
-        dist.broadcast(on_device, src=writer, group=group)
-        return on_device.cpu()
 
 
 class Repeats:
@@ -389,6 +444,7 @@ def _shown(losses: list[Tensor]) -> str:
 
 _UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer types by their bytes, to move elements bit by bit."""
+_LARGE_ROW_NBYTES = 2**15
 
 
 def _copies(
@@ -412,12 +468,12 @@ def _copies(
         value = _typed(source[first : int(at[of].max()) + size * dtype.itemsize], dtype)
         rows = value.as_strided((int(from_row.max()) + 1, size), (from_unit, 1))
         into = flat.as_strided((int(to_row.max()) + 1, size), (to_unit, 1), flat.storage_offset() + begin)
-        if to_unit < size:  # not rows of a matrix
-            yield from ((rows[i], into[j]) for i, j in zip(from_row.tolist(), to_row.tolist(), strict=True))
-        elif (
-            len(rows) == len(into) == len(from_row) and (np.diff(from_row) == 1).all() and (np.diff(to_row) == 1).all()
-        ):
+        if len(rows) == len(into) == len(from_row) and (np.diff(from_row) == 1).all() and (np.diff(to_row) == 1).all():
             yield rows, into
+        elif (
+            to_unit < size or size * dtype.itemsize >= _LARGE_ROW_NBYTES
+        ):  # not rows of a matrix, or worth copies of their own
+            yield from ((rows[i], into[j]) for i, j in zip(from_row.tolist(), to_row.tolist(), strict=True))
         else:
             found = rows.view(_UNITS[dtype.itemsize]).index_select(0, torch.from_numpy(from_row)).view(dtype)
             found = found.to(into.device, into.dtype).view(_UNITS[into.dtype.itemsize])

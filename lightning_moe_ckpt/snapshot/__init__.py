@@ -59,6 +59,8 @@ from lightning_moe_ckpt.snapshot._layout import owners_of as owners_of
 from lightning_moe_ckpt.snapshot._plan_record import PlanRecord as PlanRecord
 from lightning_moe_ckpt.snapshot._shards import PACKED as PACKED
 from lightning_moe_ckpt.snapshot._shards import ParameterShards as ParameterShards
+from lightning_moe_ckpt.snapshot._shards import ShardTable as ShardTable
 from lightning_moe_ckpt.snapshot._watched import Constants as Constants
 from lightning_moe_ckpt.snapshot._watched import Copies as Copies
 from lightning_moe_ckpt.snapshot._watched import DataAccess as DataAccess
+from lightning_moe_ckpt.snapshot._watched import digests_of as digests_of

@@ -28,7 +28,7 @@ from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Corrupt, NoUsableGeneration
-from lightning_moe_ckpt.operators import ParameterIndex
+from lightning_moe_ckpt.operators import ParameterIndex, memory_of
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.snapshot._layout import PARAM, SEGMENT_METADATA, StateView, as_memoryview
 from lightning_moe_ckpt.storage import (
@@ -51,6 +51,8 @@ _FILE_NBYTES = 256 * 2**20
 """Bytes per file of constants, roughly; a larger parameter has its own file."""
 
 _CHUNK_NBYTES = 16 * 2**20
+_THREADED_NBYTES = 256 * 2**20
+"""Least bytes for which threads are started."""
 _THREADS = 4
 _NAMED = 4
 
@@ -325,13 +327,20 @@ def _candidates(view: StateView) -> list[str]:
 
 def digested(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Return the digests of tensors' bytes, by name."""
+    return dict(zip(tensors, digests_of([*tensors.values()]), strict=True))
+
+
+def digests_of(tensors: Sequence[Tensor]) -> list[str]:
+    """Return the digests of tensors' bytes, with DTensors this rank's."""
+    if sum(each.nbytes for each in map(memory_of, tensors)) < _THREADED_NBYTES:
+        return list(map(_digest, tensors))
     with ThreadPoolExecutor(_THREADS, "moe-ckpt-constants") as pool:
-        return dict(zip(tensors, pool.map(_digest, tensors.values()), strict=True))
+        return list(pool.map(_digest, tensors))
 
 
 def _digest(tensor: Tensor) -> str:
     """Return the digest of a tensor's bytes, read piece by piece from a device."""
-    bytes_U8 = tensor.detach().view(-1).view(torch.uint8)
+    bytes_U8 = memory_of(tensor).detach().view(-1).view(torch.uint8)
     digest = xxhash.xxh3_128()
     for start in range(0, bytes_U8.numel(), _CHUNK_NBYTES):
         digest.update(as_memoryview(bytes_U8[start : start + _CHUNK_NBYTES].cpu()))

@@ -12,9 +12,18 @@ import pytest
 import torch
 from launcher import run_world
 from lightning.pytorch import Callback, Trainer
+from rich.console import Console
 
+from lightning_moe_ckpt.benchmarks._breakdown import PHASES
 from lightning_moe_ckpt.benchmarks._fits import BenchModel, ModelSize, quiet_lightning, random_tokens
-from lightning_moe_ckpt.benchmarks._recovery import CASES, HostRestoreFigure, RecoveryFigure, _host_line, newest_step
+from lightning_moe_ckpt.benchmarks._recovery import (
+    CASES,
+    HostRestoreFigure,
+    RecoveryFigure,
+    _host_line,
+    newest_step,
+    table,
+)
 from lightning_moe_ckpt.benchmarks._variants import DcpCheckpoint
 from lightning_moe_ckpt.cli import main
 
@@ -82,13 +91,19 @@ def test_distributed_checkpoint_restores_what_it_saved(tmp_path: Path) -> None:
     assert saved_nbytes == pytest.approx(3 * 12 * SIZE.num_params(), rel=0.05)
 
 
+def _shown(figures: list[RecoveryFigure]) -> str:
+    console = Console(width=300, file=io.StringIO(), record=True)
+    console.print(table(figures))
+    return console.export_text()
+
+
 @pytest.mark.soak
 def test_sparse_checkpoints_and_lightnings_own_are_killed_and_resumed() -> None:
     """Steps and times add up; a `.ckpt` costs the steps since it was written."""
 
     def work(_: int) -> tuple[int, str]:
         size = ["--kills", "1", "--nodes", "2", "--every", "2", "--recovery-blocks", "1", "--recovery-dim", "32"]
-        size += ["--host-kills", "2", "--host-megabytes", "1"]
+        size += ["--host-kills", "2", "--host-megabytes", "1", "--breakdown"]
         with redirect_stdout(io.StringIO()) as out:
             status = main(["bench", "recovery", "--json", "--systems", "sparse", "--systems", "lightning", *size])
         return status, out.getvalue()
@@ -105,6 +120,11 @@ def test_sparse_checkpoints_and_lightnings_own_are_killed_and_resumed() -> None:
         assert 0 < figure.rerun_seconds < figure.total_seconds
         assert figure.ready_seconds < figure.total_seconds
         assert figure.hook_seconds > 0
+        for phases in figure.phases:
+            assert 0 < sum(phases.values()) < figure.total_seconds
+            assert phases.keys() <= PHASES.keys()
+            assert ("agreement" in phases, phases["load"] > 0) == (figure.system == "sparse", True)
+    assert "second look or load" in _shown(figures)
     assert figures[-1].rollback_steps == 1, "written at step 6, killed in the step after"
     # Of 12 bytes per parameter half in each step, and the weights of the other half in one of two; journals are besides.
     state_nbytes = 12 * figures[0].num_params
