@@ -1,7 +1,11 @@
-"""List the files of runs in shared memory, and clear files without a process.
+"""List the files of runs in shared memory, bring a run's generations to storage, and clear files without a process.
 
 Shared memory outlives its process on purpose: a rank that is started again resumes from there. So no file is called useless.
 The list says how new each file is and whether a process holds it, and files are removed only if the user asks.
+
+If nobody starts again, memory is lost with its node. `Flush` stores what the storage tier of the ended processes would have
+stored next, under their incarnation's name: every node brings its ranks' parts, and all commit alike. A generation already in
+storage, or none of the log's past, is left alone, and so is memory.
 """
 
 from __future__ import annotations
@@ -13,16 +17,42 @@ import re
 import shutil
 import struct
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 from rich.console import RenderableType
 
 from lightning_moe_ckpt._units import size_text, time_text
+from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, KeyMissing, StorageError
 from lightning_moe_ckpt.inspection._answers import Answer, plain_table
-from lightning_moe_ckpt.tiers import shared_directory
-from lightning_moe_ckpt.tiers._shm import close_shared, open_shared
+from lightning_moe_ckpt.inspection._assemble import constants_of
+from lightning_moe_ckpt.inspection._verify import disagreements
+from lightning_moe_ckpt.recovery import Version
+from lightning_moe_ckpt.snapshot import PlanRecord
+from lightning_moe_ckpt.storage import (
+    Backend,
+    Commit,
+    GenerationId,
+    RankMarker,
+    ReferencedEntry,
+    RunStore,
+    SegmentEntry,
+    carry_forward,
+    carry_spares,
+    digest_of,
+    full_records,
+    lacking_memory,
+    segment_key,
+)
+from lightning_moe_ckpt.storage._catalog import Contents, missing_objects, read_catalog, read_marker
+from lightning_moe_ckpt.tiers import Holding, HostTier, is_differential, is_partial, shared_directory
+from lightning_moe_ckpt.tiers._shm import close_shared, memory_files, open_shared
 
 _NAME = re.compile(
     r"(?P<memory>moe-ckpt-(?P<uid>\d+)-(?P<tag>[A-Za-z0-9_.-]{1,100})-(?P<rank>\d+)(?:\.\d+)?\.(?P<kind>ring|replica))"
@@ -241,3 +271,204 @@ def _or_dash(value: int | None) -> str:
 
 def _sum(those: Sequence[Leftover]) -> str:
     return size_text(sum(each.nbytes for each in those))
+
+
+# -- to storage
+
+_AT_ONCE = 4
+"""Ranks whose parts are read and written at the same time; each takes memory for one file."""
+
+
+class Flush:
+    """Store the newest whole generation in this node's memory of a run that has ended.
+
+    Args:
+        backend: storage of the run.
+        wait: longest wait for other nodes' parts of the same generation.
+        say: gets a sentence before bytes are written.
+    """
+
+    def __init__(self, backend: Backend, *, wait: timedelta, say: Callable[[str], None]) -> None:
+        self._backend, self._wait, self._say = backend, wait, say
+        self._store = RunStore.of_ended(backend)
+        self._memory = HostTier(self._store.memory_tag)
+        self._parts: dict[Version, dict[int, list[Holding]]] = defaultdict(lambda: defaultdict(list))
+        """Whole copies by version and rank, the best first."""
+        self._rings: set[tuple[int, int, str]] = set()
+        """Ranks with a memory of their own here, each with an incarnation that has used it."""
+        self._newest: Commit | None = None
+        """Newest commit."""
+
+    def answer(self) -> Answer:
+        """Bring what is newer than storage; nothing in memory is changed.
+
+        Raises:
+            ConfigurationError: a living process holds memory of the run.
+            Fenced: the run was started again meanwhile.
+            StorageError: the medium failed.
+        """
+        self._expect_ended()
+        before = self._newest = next(iter(self._store.candidates()), None)
+        self._take_stock()
+        stored, reasons = list[str](), list[str]()
+        # A sure one first: what is not whole here may never become so.
+        for version in sorted(self._parts, key=lambda each: (not self._lacking(each), each), reverse=True):
+            try:
+                stored += self._bring(version) if self._is_newer(version) else []
+            except (Corrupt, TimeoutError) as error:  # noqa: PERF203  # an older one may be whole
+                reasons.append(f"{version.generation}: {str(error).rstrip('.')}")
+        self._memory.close()
+        newest = None if self._newest is None else str(self._newest.generation)
+        lines = [*stored, *(f"not stored: {reason}" for reason in reasons)]
+        if not lines:
+            lines = [f"nothing to do: storage has {newest or 'nothing'}, memory of this node nothing newer"]
+        document = {"newest": newest, "stored": stored, "not_stored": reasons}
+        return Answer(document, lambda: lines, int(bool(reasons) and self._newest is before))
+
+    # -- what there is
+
+    def _expect_ended(self) -> None:
+        tag = self._store.memory_tag
+        files = [path for path, name in memory_files(shared_directory(), tag) if name.tag == tag]
+        if held := sorted({pid for path in files if (pid := _locked_by(path)) is not None}):
+            raise ConfigurationError(
+                f"{self._store.url}: process {', '.join(map(str, held))} (0: of another container) holds memory of this run, and "
+                "stores by itself as long as it lives. End it by SIGTERM, with which it stores all that it has, and flush "
+                "what is left then."
+            )
+
+    def _take_stock(self) -> None:
+        for each in self._memory.holdings():
+            why = self._store.why_dead(each.generation) or self._store.why_foreign(each.generation, each.seen)
+            if each.whole and why is None:
+                self._parts[Version(each.generation, each.plan_hash)][each.owner].append(each)
+                if ".ring" in each.file:
+                    self._rings.add((each.owner, each.generation.incarnation, each.generation.nonce))
+        for copies in (copies for owners in self._parts.values() for copies in owners.values()):
+            copies.sort(key=lambda each: (not each.exact, ".ring" not in each.file))
+
+    def _is_newer(self, version: Version) -> bool:
+        return self._newest is None or version.generation.step > self._newest.generation.step
+
+    def _contents(self, generation: GenerationId) -> Contents:
+        return read_catalog(self._backend, generation.prefix).get(generation, Contents(generation))
+
+    def _lacking(self, version: Version) -> set[int]:
+        """Return the ranks whose part is neither in this memory nor in storage."""
+        owners = self._parts[version]
+        (size,) = {copy.world_size for copies in owners.values() for copy in copies}
+        return {*range(size)} - {*owners} - self._contents(version.generation).ranks
+
+    # -- bringing it
+
+    def _bring(self, version: Version) -> list[str]:
+        """Bring this node's parts of a version, commit it once all ranks' are there, and return sentences about commits.
+
+        Raises:
+            Corrupt: a part is bad in every copy, or lacks something.
+            TimeoutError: other ranks' parts did not come.
+            StorageError: the medium failed.
+        """
+        began, said, generation = time.monotonic(), list[str](), version.generation
+        for rank in self._lacking(version):
+            if (rank, generation.incarnation, generation.nonce) in self._rings:
+                raise Corrupt(f"rank {rank}, whose memory is here, had not finished it")
+        chain = self._chain(version)
+        if chain[0] != version and not self._is_link(chain[0]):
+            said = self._bring(chain.pop(0))
+        ranks = self._parts[version]
+        size = size_text(sum(self._parts[each][rank][0].nbytes for each in chain for rank in ranks))
+        self._say(f"{generation}: {size} of rank {', '.join(map(str, sorted(ranks)))} go to {self._store.url}")
+        with ThreadPoolExecutor(_AT_ONCE, "moe-ckpt-flush") as pool:
+            own = list(pool.map(partial(self._bring_part, chain), ranks))
+        try:
+            self._newest = self._store.commit_ended(own[0], timeout=self._wait, check=self._disagreements)
+        except StorageError as error:
+            raise TimeoutError(f"{error} Flush on those ranks' nodes too") from error
+        took = f"{size} in {time.monotonic() - began:.1f} s"
+        return [*said, f"{generation} of run {self._store.run_id} is stored: {took}"]
+
+    def _is_link(self, version: Version) -> bool:
+        """Return whether a version is a difference to the step before."""
+        copy = next(iter(self._parts[version].values()))[0]
+        return is_differential(self._memory.read_marker(copy).policy)
+
+    def _chain(self, version: Version) -> list[Version]:
+        """Return the versions that lead to one from a full state or from the newest commit, oldest first."""
+        versions, chain = {each.generation: each for each in self._parts}, [version]
+        stored = None if self._newest is None else self._newest.generation
+        while self._is_link(chain[0]):
+            before = replace(chain[0].generation, step=chain[0].generation.step - 1)
+            if before == stored:
+                break
+            if before not in versions:
+                raise Corrupt(f"it follows on {before}, which is neither in memory nor in storage")
+            chain.insert(0, versions[before])
+        return chain
+
+    def _bring_part(self, chain: Sequence[Version], rank: int) -> RankMarker:
+        """Store one rank's part from good copies, and return its marker in storage."""
+        generation, reasons = chain[-1].generation, list[str]()
+        contents = self._contents(generation)
+        if rank in contents.ranks:  # its process was faster, or another node
+            known = read_marker(self._backend, generation, rank).marker
+            if known.plan_hash == chain[-1].plan_hash and not missing_objects(known, contents):
+                return known
+        copies = [self._parts[each][rank] for each in chain]
+        for turn in range(max(map(len, copies))):
+            try:
+                return self._put(contents, [each[min(turn, len(each) - 1)] for each in copies])
+            except (Corrupt, KeyMissing, LookupError) as error:  # noqa: PERF203  # another copy may be good
+                reasons.append(str(error))
+        raise Corrupt(f"rank {rank}: {'; '.join(reasons) or 'a step before it is not in memory'}")
+
+    def _put(self, contents: Contents, copies: Sequence[Holding]) -> RankMarker:
+        """Store a part as storage takes it: of a difference all steps in one generation, of others durable files."""
+        generation, rank, marker = contents.generation, copies[0].owner, self._memory.read_marker(copies[-1])
+        files = list[SegmentEntry]()
+        for copy in copies:
+            for source in self._memory.read_marker(copy).segments:
+                if source.key != segment_key(copy.generation, rank, source.step):
+                    continue  # in memory only
+                files.append(replace(source, key=segment_key(generation, rank, source.step)))
+                if contents.sizes.get(files[-1].key) != source.nbytes:
+                    self._store.put_segment(generation, rank, source.step, self._verified(copy, source))
+        marker = self._referring(replace(marker, segments=tuple(files)))
+        self._store.put_marker(marker)
+        return marker
+
+    def _verified(self, copy: Holding, entry: SegmentEntry) -> memoryview:
+        """Read a file from memory. Raises `Corrupt` unless its digest is the marker's."""
+        if (reason := lacking_memory(entry.nbytes)) is not None:
+            raise ConfigurationError(f"{entry.key} {reason}. End what else takes memory of this node.")
+        data = memoryview(np.empty(entry.nbytes, np.uint8))
+        self._memory.read_into(copy, entry, 0, data)
+        if digest_of(data) != entry.digest:
+            raise Corrupt(f"{copy.file} has other bytes of step {entry.step} than its marker says")
+        return data
+
+    def _referring(self, marker: RankMarker) -> RankMarker:
+        """Return the marker with references to what the newest commit has."""
+        newest, rank = self._newest, marker.rank
+        links, partial_ = is_differential(marker.policy), is_partial(marker.policy)
+        if newest is None or newest.world_size != marker.world_size or not (links or partial_):
+            return marker
+        older = self._store.read_marker(newest, rank)
+        if links:
+            last = [ReferencedEntry(generation=newest.generation, segment=each) for each in older.segments]
+            return replace(marker, referenced=(*older.referenced, *last))
+        plan = PlanRecord.from_json(str(marker.policy["plan"])).plan
+        own = {name for step in plan.steps for name in step.files["durable"]}
+        lacks = {record.operator for _, record in full_records(older)} - own
+        if not lacks or len(older.steps) > 1:
+            return marker
+        return replace(marker, referenced=carry_forward(older, lacks), spares=carry_spares(older, lacks, ()))
+
+    def _disagreements(self, markers: Sequence[RankMarker]) -> list[str]:
+        """Return what is wrong with the markers of all ranks together."""
+        sources: dict[str, set[GenerationId]] = defaultdict(set)
+        for each in (each for marker in markers if is_partial(marker.policy) for each in marker.referenced):
+            for record in each.segment.records:
+                sources[record.operator].add(each.generation)
+        mixed = [f"ranks take {name} from several generations" for name, found in sources.items() if len(found) > 1]
+        return [*disagreements(markers, constants_of(self._backend, markers[0].policy)), *mixed]

@@ -107,15 +107,15 @@ def _fail(where: str, error: CheckpointError, facts: Mapping[str, str], *, as_js
     return 2
 
 
-def _of_run(look: Callable[..., Answer]) -> Callable[..., int]:
-    """Make a command on the run at a URL."""
+def _of_run(look: Callable[..., Answer], patience: timedelta = _PATIENCE) -> Callable[..., int]:
+    """Make a command on the run at a URL, whose store is tried for as long as `patience`."""
 
     @functools.wraps(look)
     def command(
         *, url: str, as_json: bool = False, storage_option: Sequence[tuple[str, object]], **arguments: Any
     ) -> int:
         try:
-            backend = open_backend(url, storage_options=dict(storage_option), patience=_PATIENCE)
+            backend = open_backend(url, storage_options=dict(storage_option), patience=patience)
             try:
                 return _show(look(backend, **arguments), as_json=as_json)
             finally:
@@ -352,6 +352,15 @@ def shm(
         return _show(found, as_json=as_json)
     except CheckpointError as error:
         return _fail(url or "shm", error, {}, as_json=as_json)
+
+
+def _flush(backend: Backend, *, wait: timedelta) -> Answer:
+    """Store what ended processes have left in this node's memory."""
+    with _interrupted_by_sigterm():
+        return _shared_memory.Flush(backend, wait=wait, say=lambda text: sys.stderr.write(f"{text}\n")).answer()
+
+
+flush = _of_run(_flush, timedelta(minutes=2))
 
 
 def _tag_of(url: str, storage_options: Mapping[str, object]) -> str:

@@ -153,9 +153,13 @@ class Coordination:
         incarnation = self.opened_incarnation()
         if history is None and self.history.has_commits:
             return True
-        history = replace(history or self.history, has_commits=True)
-        told = {"unix_time": round(time.time(), 3), "figures": dict(self.figures())}
-        if not self.log.append(watermark_event(incarnation, history.watermark) | told, history):
+        history = history or self.history
+        return self.append(watermark_event(incarnation, history.watermark) | {"figures": dict(self.figures())}, history)
+
+    def append(self, event: dict[str, object], history: History) -> bool:
+        """Append an entry before a commit; return `False` if `moe-ckpt gc` was faster. Raises `Fenced` like `catch_up`."""
+        history = replace(history, has_commits=True)
+        if not self.log.append(event | {"unix_time": round(time.time(), 3)}, history):
             if not self.catch_up():
                 raise Fenced("the log entry after ours was written by somebody else, and is not listed. Start again.")
             return False
