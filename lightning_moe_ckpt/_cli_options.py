@@ -221,6 +221,9 @@ _HANG_TIMEOUT = (
 )
 _NODE_TIMEOUT = "With --nnodes MIN:MAX, time for which nodes wait for another one before they go on without it."
 _GROW_EVERY = "With --nnodes MIN:MAX, least time from a start of all ranks to the next one that lets nodes in."
+_FLUSH_TIMEOUT = (
+    "Time to store what is left in this node's memory if the job fails or is ended, as `flush` does; 0 for not at all."
+)
 _TORCHRUN = [
     option("--nproc-per-node", "Ranks of this node: a number, or auto, gpu, cpu (default: 1).", "N"),
     option("--nnodes", "Nodes, or MIN:MAX, of which some may be lost (default: 1).", "N"),
@@ -301,6 +304,7 @@ RUN = click.Command(
         option("--hang-timeout", _HANG_TIMEOUT, "TIME", type=seconds, default="10s"),
         option("--node-timeout", _NODE_TIMEOUT, "TIME", type=seconds, default="60s"),
         option("--grow-every", _GROW_EVERY, "TIME", type=seconds, default="300s"),
+        option("--flush-timeout", _FLUSH_TIMEOUT, "TIME", type=seconds, default="10min"),
         click.Option(["-m", "--module", "module"], help="SCRIPT is the name of a module.", is_flag=True),
         click.Argument(["command"], metavar="SCRIPT [ARGS]...", nargs=-1, required=True, type=click.UNPROCESSED),
     ],

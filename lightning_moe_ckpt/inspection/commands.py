@@ -206,7 +206,7 @@ def densify(backend: Backend, *, command: Sequence[str], module: bool, force: bo
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "PL_TRAINER_ACCELERATOR": "cpu"}
     launcher = importlib.import_module("lightning_moe_ckpt.launch.run_command")
     place = ["--standalone", "--nnodes", "1", "--nproc-per-node", str(ranks)]
-    status = launcher.run(command, torchrun=place, module=module, max_failures="0")
+    status = launcher.run(command, torchrun=place, module=module, max_failures="0", flush_timeout=0.0)
     if status > _KILLED:
         return Answer({}, list, status)
     made = select(RunView.open(backend), None).commit
@@ -357,7 +357,9 @@ def shm(
 def _flush(backend: Backend, *, wait: timedelta) -> Answer:
     """Store what ended processes have left in this node's memory."""
     with _interrupted_by_sigterm():
-        return _shared_memory.Flush(backend, wait=wait, say=lambda text: sys.stderr.write(f"{text}\n")).answer()
+        return _shared_memory.Flush(
+            backend, wait=wait, say=lambda text: sys.stderr.write(f"moe-ckpt: {text}\n")
+        ).answer()
 
 
 flush = _of_run(_flush, timedelta(minutes=2))
