@@ -4,8 +4,7 @@ Shared memory outlives its process on purpose: a rank that is started again resu
 The list says how new each file is and whether a process holds it, and files are removed only if the user asks.
 
 If nobody starts again, memory is lost with its node. `Flush` stores what the storage tier of the ended processes would have
-stored next, under their incarnation's name: every node brings its ranks' parts, and all commit alike. A generation already in
-storage, or none of the log's past, is left alone, and so is memory.
+stored next, under their incarnation's name: every node brings its ranks' parts, and all commit alike.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import re
 import shutil
 import struct
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -37,17 +35,14 @@ from lightning_moe_ckpt.recovery import Version
 from lightning_moe_ckpt.snapshot import PlanRecord
 from lightning_moe_ckpt.storage import (
     Backend,
-    Commit,
     GenerationId,
     RankMarker,
     ReferencedEntry,
     RunStore,
-    SegmentEntry,
     carry_forward,
     carry_spares,
     digest_of,
     full_records,
-    lacking_memory,
     segment_key,
 )
 from lightning_moe_ckpt.storage._catalog import Contents, missing_objects, read_catalog, read_marker
@@ -280,7 +275,7 @@ _AT_ONCE = 4
 
 
 class Flush:
-    """Store the newest whole generation in this node's memory of a run that has ended.
+    """Store the newest whole generation in this node's memory of a run that has ended; memory stays as it is.
 
     Args:
         backend: storage of the run.
@@ -288,46 +283,34 @@ class Flush:
         say: gets a sentence before bytes are written.
     """
 
-    def __init__(self, backend: Backend, *, wait: timedelta, say: Callable[[str], None]) -> None:
+    def __init__(self, backend: Backend, *, wait: timedelta, say: Callable[[str], object]) -> None:
         self._backend, self._wait, self._say = backend, wait, say
         self._store = RunStore.of_ended(backend)
         self._memory = HostTier(self._store.memory_tag)
-        self._parts: dict[Version, dict[int, list[Holding]]] = defaultdict(lambda: defaultdict(list))
-        """Whole copies by version and rank, the best first."""
-        self._rings: set[tuple[int, int, str]] = set()
-        """Ranks with a memory of their own here, each with an incarnation that has used it."""
-        self._newest: Commit | None = None
+        self._newest = next(iter(self._store.candidates()), None)
         """Newest commit."""
+        self._parts: dict[Version, dict[int, list[Holding]]] = {}
+        """Whole copies by version and rank, the best first."""
 
     def answer(self) -> Answer:
-        """Bring what is newer than storage; nothing in memory is changed.
-
-        Raises:
-            ConfigurationError: a living process holds memory of the run.
-            Fenced: the run was started again meanwhile.
-            StorageError: the medium failed.
-        """
-        self._expect_ended()
-        before = self._newest = next(iter(self._store.candidates()), None)
+        """Bring what is newer than storage. Raises `ConfigurationError` if the run lives here, `Fenced` if it lives again."""
         self._take_stock()
-        stored, reasons = list[str](), list[str]()
+        before, stored, reasons = self._newest, list[str](), list[str]()
         # A sure one first: what is not whole here may never become so.
         for version in sorted(self._parts, key=lambda each: (not self._lacking(each), each), reverse=True):
+            if self._newest is not None and version.generation.step <= self._newest.generation.step:
+                continue
             try:
-                stored += self._bring(version) if self._is_newer(version) else []
-            except (Corrupt, TimeoutError) as error:  # noqa: PERF203  # an older one may be whole
-                reasons.append(f"{version.generation}: {str(error).rstrip('.')}")
+                self._bring(version, stored)
+            except (Corrupt, TimeoutError) as error:
+                reasons.append(f"not stored: {version.generation}: {error}")
         self._memory.close()
-        newest = None if self._newest is None else str(self._newest.generation)
-        lines = [*stored, *(f"not stored: {reason}" for reason in reasons)]
-        if not lines:
-            lines = [f"nothing to do: storage has {newest or 'nothing'}, memory of this node nothing newer"]
-        document = {"newest": newest, "stored": stored, "not_stored": reasons}
-        return Answer(document, lambda: lines, int(bool(reasons) and self._newest is before))
+        newest = "nothing" if self._newest is None else str(self._newest.generation)
+        lines = [*stored, *reasons] or [f"nothing to do: storage has {newest}, memory of this node nothing newer"]
+        failed = bool(reasons) and self._newest is before
+        return Answer({"newest": newest, "stored": stored, "not_stored": reasons}, lambda: lines, int(failed))
 
-    # -- what there is
-
-    def _expect_ended(self) -> None:
+    def _take_stock(self) -> None:
         tag = self._store.memory_tag
         files = [path for path, name in memory_files(shared_directory(), tag) if name.tag == tag]
         if held := sorted({pid for path in files if (pid := _locked_by(path)) is not None}):
@@ -336,19 +319,11 @@ class Flush:
                 "stores by itself as long as it lives. End it by SIGTERM, with which it stores all that it has, and flush "
                 "what is left then."
             )
-
-    def _take_stock(self) -> None:
-        for each in self._memory.holdings():
+        for each in sorted(self._memory.holdings(), key=lambda each: (not each.exact, ".ring" not in each.file)):
             why = self._store.why_dead(each.generation) or self._store.why_foreign(each.generation, each.seen)
             if each.whole and why is None:
-                self._parts[Version(each.generation, each.plan_hash)][each.owner].append(each)
-                if ".ring" in each.file:
-                    self._rings.add((each.owner, each.generation.incarnation, each.generation.nonce))
-        for copies in (copies for owners in self._parts.values() for copies in owners.values()):
-            copies.sort(key=lambda each: (not each.exact, ".ring" not in each.file))
-
-    def _is_newer(self, version: Version) -> bool:
-        return self._newest is None or version.generation.step > self._newest.generation.step
+                owners = self._parts.setdefault(Version(each.generation, each.plan_hash), {})
+                owners.setdefault(each.owner, []).append(each)
 
     def _contents(self, generation: GenerationId) -> Contents:
         return read_catalog(self._backend, generation.prefix).get(generation, Contents(generation))
@@ -356,37 +331,40 @@ class Flush:
     def _lacking(self, version: Version) -> set[int]:
         """Return the ranks whose part is neither in this memory nor in storage."""
         owners = self._parts[version]
-        (size,) = {copy.world_size for copies in owners.values() for copy in copies}
+        size = next(copies[0].world_size for copies in owners.values())
         return {*range(size)} - {*owners} - self._contents(version.generation).ranks
 
-    # -- bringing it
-
-    def _bring(self, version: Version) -> list[str]:
-        """Bring this node's parts of a version, commit it once all ranks' are there, and return sentences about commits.
+    def _bring(self, version: Version, stored: list[str]) -> None:
+        """Bring this node's parts of a version, commit it once those of all ranks are there, and add a sentence to `stored`.
 
         Raises:
             Corrupt: a part is bad in every copy, or lacks something.
             TimeoutError: other ranks' parts did not come.
             StorageError: the medium failed.
         """
-        began, said, generation = time.monotonic(), list[str](), version.generation
-        for rank in self._lacking(version):
-            if (rank, generation.incarnation, generation.nonce) in self._rings:
-                raise Corrupt(f"rank {rank}, whose memory is here, had not finished it")
-        chain = self._chain(version)
+        began, generation = time.monotonic(), version.generation
+        line = [each for each in self._parts if replace(each.generation, step=generation.step) == generation]
+        own = {rank for each in line for rank, (copy, *_) in self._parts[each].items() if ".ring" in copy.file}
+        if lost := own & self._lacking(version):
+            raise Corrupt(f"rank {min(lost)}, whose memory is here, had not finished it.")
+        chain, ranks = self._chain(version), self._parts[version]
         if chain[0] != version and not self._is_link(chain[0]):
-            said = self._bring(chain.pop(0))
-        ranks = self._parts[version]
+            self._bring(chain.pop(0), stored)
+        if any(rank not in self._parts[each] for each in chain for rank in ranks):
+            raise Corrupt("a rank lacks a step before it.")
         size = size_text(sum(self._parts[each][rank][0].nbytes for each in chain for rank in ranks))
-        self._say(f"{generation}: {size} of rank {', '.join(map(str, sorted(ranks)))} go to {self._store.url}")
+        self._say(f"{generation}: {size} of ranks {', '.join(map(str, sorted(ranks)))} go to {self._store.url}")
         with ThreadPoolExecutor(_AT_ONCE, "moe-ckpt-flush") as pool:
-            own = list(pool.map(partial(self._bring_part, chain), ranks))
+            markers = list(pool.map(partial(self._bring_part, chain), ranks))
         try:
-            self._newest = self._store.commit_ended(own[0], timeout=self._wait, check=self._disagreements)
+            self._newest = self._store.commit_ended(
+                markers[0],
+                timeout=self._wait,
+                check=lambda found: disagreements(found, constants_of(self._backend, found[0].policy)),
+            )
         except StorageError as error:
-            raise TimeoutError(f"{error} Flush on those ranks' nodes too") from error
-        took = f"{size} in {time.monotonic() - began:.1f} s"
-        return [*said, f"{generation} of run {self._store.run_id} is stored: {took}"]
+            raise TimeoutError(f"{error} Flush on the nodes of those ranks too.") from error
+        stored.append(f"{generation} of run {self._store.run_id} is stored: {size} in {time.monotonic() - began:.1f} s")
 
     def _is_link(self, version: Version) -> bool:
         """Return whether a version is a difference to the step before."""
@@ -396,79 +374,60 @@ class Flush:
     def _chain(self, version: Version) -> list[Version]:
         """Return the versions that lead to one from a full state or from the newest commit, oldest first."""
         versions, chain = {each.generation: each for each in self._parts}, [version]
-        stored = None if self._newest is None else self._newest.generation
         while self._is_link(chain[0]):
             before = replace(chain[0].generation, step=chain[0].generation.step - 1)
-            if before == stored:
+            if self._newest is not None and before == self._newest.generation:
                 break
             if before not in versions:
-                raise Corrupt(f"it follows on {before}, which is neither in memory nor in storage")
+                raise Corrupt(f"it follows on {before}, which is neither in memory nor in storage.")
             chain.insert(0, versions[before])
         return chain
 
     def _bring_part(self, chain: Sequence[Version], rank: int) -> RankMarker:
         """Store one rank's part from good copies, and return its marker in storage."""
-        generation, reasons = chain[-1].generation, list[str]()
-        contents = self._contents(generation)
-        if rank in contents.ranks:  # its process was faster, or another node
-            known = read_marker(self._backend, generation, rank).marker
-            if known.plan_hash == chain[-1].plan_hash and not missing_objects(known, contents):
-                return known
-        copies = [self._parts[each][rank] for each in chain]
-        for turn in range(max(map(len, copies))):
+        contents, reasons, held = self._contents(chain[-1].generation), "", [self._parts[each][rank] for each in chain]
+        for turn in range(max(map(len, held))):
             try:
-                return self._put(contents, [each[min(turn, len(each) - 1)] for each in copies])
-            except (Corrupt, KeyMissing, LookupError) as error:  # noqa: PERF203  # another copy may be good
-                reasons.append(str(error))
-        raise Corrupt(f"rank {rank}: {'; '.join(reasons) or 'a step before it is not in memory'}")
+                return self._put(contents, [copies[min(turn, len(copies) - 1)] for copies in held])
+            except (Corrupt, KeyMissing) as error:  # noqa: PERF203  # another copy may be good
+                reasons += f" {error}"
+        raise Corrupt(f"rank {rank}:{reasons}")
 
     def _put(self, contents: Contents, copies: Sequence[Holding]) -> RankMarker:
-        """Store a part as storage takes it: of a difference all steps in one generation, of others durable files."""
+        """Store a part as storage takes it: of a difference all steps in one generation, else durable files only."""
         generation, rank, marker = contents.generation, copies[0].owner, self._memory.read_marker(copies[-1])
-        files = list[SegmentEntry]()
-        for copy in copies:
-            for source in self._memory.read_marker(copy).segments:
-                if source.key != segment_key(copy.generation, rank, source.step):
-                    continue  # in memory only
-                files.append(replace(source, key=segment_key(generation, rank, source.step)))
-                if contents.sizes.get(files[-1].key) != source.nbytes:
-                    self._store.put_segment(generation, rank, source.step, self._verified(copy, source))
+        found = [(copy, file) for copy in copies for file in self._memory.read_marker(copy).segments]
+        found = [(copy, file) for copy, file in found if file.key == segment_key(copy.generation, rank, file.step)]
+        files = [replace(file, key=segment_key(generation, rank, file.step)) for _, file in found]
         marker = self._referring(replace(marker, segments=tuple(files)))
+        if rank in contents.ranks:  # its process was faster, or another node
+            known = read_marker(self._backend, generation, rank).marker
+            if (known.plan_hash, known.referenced) != (marker.plan_hash, marker.referenced):
+                raise Corrupt("its marker in storage refers to other files.")
+            if not missing_objects(known, contents):
+                return known
+        for copy, file in found:
+            key = segment_key(generation, rank, file.step)
+            if not copy.exact or contents.sizes.get(key) != file.nbytes:
+                data = memoryview(np.empty(file.nbytes, np.uint8))
+                self._memory.read_into(copy, file, 0, data)
+                if digest_of(data) != file.digest:
+                    raise Corrupt(f"{copy.file} has other bytes of step {file.step} than its marker says.")
+                self._store.put_segment(generation, rank, file.step, data)
         self._store.put_marker(marker)
         return marker
 
-    def _verified(self, copy: Holding, entry: SegmentEntry) -> memoryview:
-        """Read a file from memory. Raises `Corrupt` unless its digest is the marker's."""
-        if (reason := lacking_memory(entry.nbytes)) is not None:
-            raise ConfigurationError(f"{entry.key} {reason}. End what else takes memory of this node.")
-        data = memoryview(np.empty(entry.nbytes, np.uint8))
-        self._memory.read_into(copy, entry, 0, data)
-        if digest_of(data) != entry.digest:
-            raise Corrupt(f"{copy.file} has other bytes of step {entry.step} than its marker says")
-        return data
-
     def _referring(self, marker: RankMarker) -> RankMarker:
         """Return the marker with references to what the newest commit has."""
-        newest, rank = self._newest, marker.rank
-        links, partial_ = is_differential(marker.policy), is_partial(marker.policy)
-        if newest is None or newest.world_size != marker.world_size or not (links or partial_):
+        newest, is_link = self._newest, is_differential(marker.policy)
+        if newest is None or newest.world_size != marker.world_size or not (is_link or is_partial(marker.policy)):
             return marker
-        older = self._store.read_marker(newest, rank)
-        if links:
+        older = self._store.read_marker(newest, marker.rank)
+        if is_link:
             last = [ReferencedEntry(generation=newest.generation, segment=each) for each in older.segments]
             return replace(marker, referenced=(*older.referenced, *last))
         plan = PlanRecord.from_json(str(marker.policy["plan"])).plan
-        own = {name for step in plan.steps for name in step.files["durable"]}
-        lacks = {record.operator for _, record in full_records(older)} - own
+        lacks = {record.operator for _, record in full_records(older)}.difference(plan.steps[0].files["durable"])
         if not lacks or len(older.steps) > 1:
             return marker
         return replace(marker, referenced=carry_forward(older, lacks), spares=carry_spares(older, lacks, ()))
-
-    def _disagreements(self, markers: Sequence[RankMarker]) -> list[str]:
-        """Return what is wrong with the markers of all ranks together."""
-        sources: dict[str, set[GenerationId]] = defaultdict(set)
-        for each in (each for marker in markers if is_partial(marker.policy) for each in marker.referenced):
-            for record in each.segment.records:
-                sources[record.operator].add(each.generation)
-        mixed = [f"ranks take {name} from several generations" for name, found in sources.items() if len(found) > 1]
-        return [*disagreements(markers, constants_of(self._backend, markers[0].policy)), *mixed]

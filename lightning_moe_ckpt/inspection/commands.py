@@ -354,15 +354,10 @@ def shm(
         return _fail(url or "shm", error, {}, as_json=as_json)
 
 
-def _flush(backend: Backend, *, wait: timedelta) -> Answer:
+@functools.partial(_of_run, patience=timedelta(minutes=2))
+def flush(backend: Backend, *, wait: timedelta) -> Answer:
     """Store what ended processes have left in this node's memory."""
-    with _interrupted_by_sigterm():
-        return _shared_memory.Flush(
-            backend, wait=wait, say=lambda text: sys.stderr.write(f"moe-ckpt: {text}\n")
-        ).answer()
-
-
-flush = _of_run(_flush, timedelta(minutes=2))
+    return _shared_memory.Flush(backend, wait=wait, say=lambda text: sys.stderr.write(f"moe-ckpt: {text}\n")).answer()
 
 
 def _tag_of(url: str, storage_options: Mapping[str, object]) -> str:

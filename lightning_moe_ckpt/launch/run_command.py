@@ -39,13 +39,12 @@ _KEEP_ALIVE = {"keep_alive_interval": 2, "keep_alive_max_attempt": 5}
 """Seconds between two signs of life of a node, and how many may be missing; torch's own are 5 and 3."""
 
 _FAILED, _KILLED = 1, 128
-_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _REPEAT_SECONDS = 1.0
-"""Seconds within which a signal counts as the one before; and for a process to end when asked to."""
+"""Seconds within which another signal counts as the first one."""
 _FLUSH = """
-import json, sys; from datetime import timedelta; from lightning_moe_ckpt.inspection.commands import flush
-run, wait = json.load(sys.stdin), timedelta(seconds=min(30, float(sys.argv[1]) / 2))
-sys.exit(flush(url=run["url"], storage_option=run["storage_option"], wait=wait))"""
+import json, signal, sys; from datetime import timedelta; signal.setitimer(signal.ITIMER_REAL, limit := float(sys.argv[1]))
+from lightning_moe_ckpt.inspection.commands import flush; run = json.load(sys.stdin)
+sys.exit(flush(url=run["url"], storage_option=run["storage_option"], wait=timedelta(seconds=min(30, limit / 2))))"""
 """Program that takes options of storage, which may be secret, where others do not see them."""
 _READ_SECONDS, _STATIC_SECONDS, _TELL_SECONDS = 60.0, 600.0, 10.0
 """Seconds that torch waits for its store, and for all nodes of a static meeting; seconds between two sentences about it."""
@@ -133,13 +132,12 @@ def run(
 
 def _flush(run: Line, limit: float) -> None:
     """Store what a run has left in this node's memory, in another process, which a signal ends; memory stays in any case."""
-    url, memory = run["url"], Path(run["leaves"])
+    url, memory, began = run["url"], Path(run["leaves"]), time.monotonic()
     if not any(memory.parent.glob(f"{memory.name}*")):
         return  # ranks have stored all of it themselves
     _say(
         f"memory of {url} goes to storage, in at most {limit:g} s (--flush-timeout); ended earlier, this node loses it"
     )
-    began, why = time.monotonic(), list[str]()
     child = subprocess.Popen(  # noqa: S603  # our own command
         [sys.executable, "-c", _FLUSH, str(limit)],
         env=os.environ | {"MOE_CKPT_SHARED_MEMORY": str(memory.parent)},
@@ -148,29 +146,20 @@ def _flush(run: Line, limit: float) -> None:
         text=True,
         start_new_session=True,
     )
-
-    def stop(number: int, _: object) -> None:
-        if time.monotonic() - began > _REPEAT_SECONDS:  # else launchers repeat the first one
-            why.append(f"{signal.Signals(number).name} came again")
-            child.terminate()
-
-    for each in _STOPS:
-        signal.signal(each, stop)
-    try:
-        for line in child.communicate(json.dumps(run), timeout=limit)[0].splitlines():
-            _say(line)
-    except subprocess.TimeoutExpired:
-        why.append(f"{limit:g} s were not enough")
-        child.terminate()
-    for each in _STOPS:
-        signal.signal(each, signal.SIG_IGN)
-    try:
-        child.wait(_REPEAT_SECONDS)
-    except subprocess.TimeoutExpired:
-        child.kill()
-    if child.wait():
-        said = f"{why[0]}, and nothing more is stored; " if why else ""
-        _say(f"{said}memory stays as it was: `moe-ckpt flush {url}` on this node goes on with it")
+    for each in (
+        signal.SIGTERM,
+        signal.SIGINT,
+        signal.SIGHUP,
+        signal.SIGQUIT,
+    ):  # launchers repeat the first one at once
+        signal.signal(each, lambda *_: child.terminate() if time.monotonic() > began + _REPEAT_SECONDS else None)
+    for line in child.communicate(json.dumps(run))[0].splitlines():
+        _say(line)
+    whys = {-signal.SIGALRM: f"{limit:g} s were not enough; ", -signal.SIGTERM: "another signal came; "}
+    if child.returncode:
+        _say(
+            f"{whys.get(child.returncode, '')}memory stays as it was: `moe-ckpt flush {url}` on this node goes on with it"
+        )
 
 
 def _supervisor(arguments: list[str], options: SupervisorOptions, *, limited: bool) -> SupervisingAgent:

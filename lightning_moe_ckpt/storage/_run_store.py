@@ -28,8 +28,6 @@ from lightning_moe_ckpt.storage._catalog import (
     constants_bytes,
     constants_in,
     delete_generation,
-    expect_folder,
-    nothing_at,
     put_constants,
     read_catalog,
     read_committed_marker,
@@ -45,6 +43,7 @@ from lightning_moe_ckpt.storage._commit import (
     expect_nothing_lost,
     publish,
     read_history,
+    read_run,
 )
 from lightning_moe_ckpt.storage._entries import SegmentEntry
 from lightning_moe_ckpt.storage._log import Lineage, Log
@@ -113,25 +112,15 @@ class RunStore:
 
     @classmethod
     def of_ended(cls, backend: Backend) -> RunStore:
-        """Open the newest run to commit what its ended processes have left in memory; no incarnation begins.
-
-        Raises:
-            NoUsableGeneration: there is no run.
-            Corrupt: the newest entry of the log cannot be read.
-        """
-        expect_folder(backend)
+        """Open the newest run to commit what its ended processes have left in memory. Raises `NoUsableGeneration`, `Corrupt`."""
         run_log = Log(backend)
-        history = run_log.read()
-        if history is None:
-            raise NoUsableGeneration(nothing_at(backend.url))
+        history = read_run(run_log, backend)
         if run_log.num_lost:
             raise Corrupt(
-                f"{backend.url}: the newest log entry cannot be read, and may be of a later start. Start the job: it goes on "
-                "from memory where it is allowed to."
+                f"{backend.url}: the newest log entry cannot be read, and may be of a later start. Start the job."
             )
         number = history.last_incarnation
-        coordination = Coordination(run_log, history, run_reader(backend), incarnation=number)
-        return cls(backend, history.run_id, coordination=coordination)
+        return cls(backend, history.run_id, coordination=Coordination(run_log, history, run_reader(backend), number))
 
     @classmethod
     def join(cls, backend: Backend, *, run_id: str) -> RunStore:
@@ -374,26 +363,15 @@ class RunStore:
     def commit_ended(
         self, own: RankMarker, *, timeout: timedelta, check: Callable[[Sequence[RankMarker]], Sequence[str]]
     ) -> Commit:
-        """Commit a generation of an ended incarnation, brought from memory by any processes; the manifest may be there already.
+        """Commit what an ended incarnation has left, as `commit` does; `check` returns what is wrong with all ranks' markers.
 
-        Appends a log entry first: a start that has looked at storage before has to look again.
-
-        Args:
-            own: some rank's marker, already stored.
-            timeout: how long to wait for the other ranks' markers.
-            check: returns what is wrong with the markers of all ranks.
-
-        Raises:
-            Fenced: a later incarnation has begun.
-            StorageError: time is up or the medium failed.
-            Corrupt: something is wrong, or as for `commit`.
+        A log entry comes first: a start that has looked at storage before has to look again.
         """
         coordination = self._coordinator()
         stored = await_markers(self._backend, own, timeout=timeout, check_fence=coordination.catch_up)
         if reasons := check([each.marker for each in stored]):
-            raise Corrupt(f"{own.generation}: {'; '.join(reasons)}.")
-        number = coordination.opened_incarnation()
-        event: dict[str, object] = {"type": "flush", "incarnation": number, "step": own.generation.step}
+            raise Corrupt(f"{'; '.join(reasons)}.")
+        event = {"type": "flush", "incarnation": coordination.incarnation, "step": own.generation.step}
         while not coordination.append(event, coordination.history):
             pass
         return publish(self._backend, stored, coordination.history)

@@ -14,6 +14,7 @@ from door import DIRECTORY_VARIABLE
 
 from launch._jobs import Ended, Job
 from launch.test_densify import SCRIPT, STEPS, same
+from lightning_moe_ckpt.cli import main
 
 STORED = re.compile(r"step (\d+) \(incarnation 1\) of run [0-9a-f]{32} is stored: ")
 
@@ -58,3 +59,32 @@ def test_a_job_that_is_given_up_is_continued_elsewhere(tmp_path: Path, memory: P
     assert ended.code == 0
     assert f"resumes from step {flushed(Ended(0, (tmp_path / 'job' / 'console').read_text()))}" in ended.output
     assert same(tmp_path / "whole" / "end.ckpt", tmp_path / "job" / "end.ckpt")
+
+
+def test_where_sigterm_leaves_no_time_memory_is_flushed(tmp_path: Path, memory: Path) -> None:
+    """The rank waits for storage, and is killed by SIGKILL soon."""
+    running = job(tmp_path / "job", 1, "", "full", torchrun=["--shutdown-timeout", "1"])
+    running.wait_until(lambda: "`max_steps=12` reached" in running.output)
+    os.kill(running.pid, signal.SIGTERM)
+    ended = running.end()
+    assert ended.code == 128 + signal.SIGTERM
+    assert flushed(ended) >= 8, ended.output
+    assert [*memory.iterdir()], "memory stays as it was"
+
+
+def test_a_flush_that_takes_too_long_or_is_ended_says_so(tmp_path: Path, memory: Path) -> None:
+    """By its limit, and by a second signal; afterwards the command does it, once."""
+    url = (tmp_path / "job" / "run").as_uri()
+    stays = f"memory stays as it was: `moe-ckpt flush {url}` on this node goes on with it"
+    ended = job(tmp_path / "job", 1, "", "full", "die", flush_timeout=0.2).end()
+    assert ended.code == 1
+    assert f"0.2 s were not enough; {stays}" in ended.sentences()
+    assert job(tmp_path / "job", 1, "", "full", "die", flush_timeout=0.0, name="off").end().sentences()[-1:] != [stays]
+    running = job(tmp_path / "job", 1, "", "full", "die", name="second")
+    running.wait_until(lambda: "goes to storage" in running.output)
+    time.sleep(1.2)
+    os.kill(running.pid, signal.SIGTERM)
+    ended = running.end()
+    assert f"another signal came; {stays}" in ended.sentences(), ended.output
+    for status in (0, 0):
+        assert main(["flush", url]) == status
