@@ -115,11 +115,9 @@ def _of_run(look: Callable[..., Answer], patience: timedelta = _PATIENCE) -> Cal
         *, url: str, as_json: bool = False, storage_option: Sequence[tuple[str, object]], **arguments: Any
     ) -> int:
         try:
-            backend = open_backend(url, storage_options=dict(storage_option), patience=patience)
-            try:
+            opened = open_backend(url, storage_options=dict(storage_option), patience=patience)
+            with contextlib.closing(opened) as backend:
                 return _show(look(backend, **arguments), as_json=as_json)
-            finally:
-                backend.close()
         except CheckpointError as error:
             return _fail(url, error, {"url": url}, as_json=as_json)
 
@@ -282,22 +280,14 @@ def repair(backend: Backend, *, write: bool) -> Answer:
 
 
 @_of_run
-def _top_once(backend: Backend) -> Answer:
-    return progress_now(RunView.open(backend))
+def _top(backend: Backend, *, once: bool, every: timedelta) -> Answer:
+    view = RunView.open(backend)
+    return progress_now(view) if once else Answer({}, list, follow(view, every.total_seconds()))
 
 
-def top(*, url: str, as_json: bool, storage_option: Sequence[tuple[str, object]], once: bool, every: timedelta) -> int:
+def top(*, once: bool, as_json: bool, **others: Any) -> int:
     """Show how a run is, until it is interrupted; once where nobody looks."""
-    if once or as_json or not sys.stdout.isatty():
-        return _top_once(url=url, as_json=as_json, storage_option=storage_option)
-    try:
-        backend = open_backend(url, storage_options=dict(storage_option), patience=_PATIENCE)
-        try:
-            return follow(RunView.open(backend), every.total_seconds())
-        finally:
-            backend.close()
-    except CheckpointError as error:
-        return _fail(url, error, {"url": url}, as_json=as_json)
+    return _top(once=once or as_json or not sys.stdout.isatty(), as_json=as_json, **others)
 
 
 @_of_run
@@ -337,19 +327,12 @@ def placement(*, as_json: bool, **cluster: int) -> int:
 
 
 def shm(
-    *,
-    url: str | None,
-    clear: bool,
-    force: bool,
-    dry_run: bool,
-    as_json: bool,
-    storage_option: Sequence[tuple[str, object]],
+    *, url: str | None, as_json: bool, storage_option: Sequence[tuple[str, object]], clear: bool, **options: bool
 ) -> int:
     """List the files that runs have in this node's shared memory, and clear files that nobody holds."""
     try:
         tag = None if url is None else _tag_of(url, dict(storage_option))
-        found = _shared_memory.answer(tag=tag, clear=clear or force, force=force, dry_run=dry_run)
-        return _show(found, as_json=as_json)
+        return _show(_shared_memory.answer(tag=tag, clear=clear or options["force"], **options), as_json=as_json)
     except CheckpointError as error:
         return _fail(url or "shm", error, {}, as_json=as_json)
 
@@ -362,16 +345,13 @@ def flush(backend: Backend, *, wait: timedelta) -> Answer:
 
 def _tag_of(url: str, storage_options: Mapping[str, object]) -> str:
     """Return the part that names of a run's shared memory have in common."""
-    backend = open_backend(url, storage_options=storage_options, patience=_PATIENCE)
-    try:
+    with contextlib.closing(open_backend(url, storage_options=storage_options, patience=_PATIENCE)) as backend:
         history = RunView.open(backend).history
         if history is None:
             raise NoUsableGeneration(
                 f"{backend.url}: its log cannot be read, and names of its memory follow from that."
             )
         return memory_tag(history.key, backend.url)
-    finally:
-        backend.close()
 
 
 @contextlib.contextmanager

@@ -45,7 +45,9 @@ def flushed(ended: Ended) -> int:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "layout"), [(1, ""), (3, ""), pytest.param(2, "stages", marks=pytest.mark.soak)], ids=["1", "3", "stages"]
+    ("ranks", "layout"),
+    [(3, ""), *(pytest.param(*each, marks=pytest.mark.soak) for each in ((1, ""), (2, "stages")))],
+    ids=["3", "1", "stages"],
 )
 def test_a_job_that_is_given_up_is_continued_elsewhere(tmp_path: Path, memory: Path, ranks: int, layout: str) -> None:
     """Storage is full from step 5 on, all ranks are killed at step 11; a node without memory goes on with the same bits."""
@@ -61,6 +63,7 @@ def test_a_job_that_is_given_up_is_continued_elsewhere(tmp_path: Path, memory: P
     assert same(tmp_path / "whole" / "end.ckpt", tmp_path / "job" / "end.ckpt")
 
 
+@pytest.mark.soak
 def test_where_sigterm_leaves_no_time_memory_is_flushed(tmp_path: Path, memory: Path) -> None:
     """The rank waits for storage, and is killed by SIGKILL soon."""
     running = job(tmp_path / "job", 1, "", "full", torchrun=["--shutdown-timeout", "1"])
@@ -73,18 +76,16 @@ def test_where_sigterm_leaves_no_time_memory_is_flushed(tmp_path: Path, memory: 
 
 
 def test_a_flush_that_takes_too_long_or_is_ended_says_so(tmp_path: Path, memory: Path) -> None:
-    """By its limit, and by a second signal; afterwards the command does it, once."""
-    url = (tmp_path / "job" / "run").as_uri()
-    stays = f"memory stays as it was: `moe-ckpt flush {url}` on this node goes on with it"
-    ended = job(tmp_path / "job", 1, "", "full", "die", flush_timeout=0.2).end()
-    assert ended.code == 1
-    assert f"0.2 s were not enough; {stays}" in ended.sentences()
-    assert job(tmp_path / "job", 1, "", "full", "die", flush_timeout=0.0, name="off").end().sentences()[-1:] != [stays]
-    running = job(tmp_path / "job", 1, "", "full", "die", name="second")
-    running.wait_until(lambda: "goes to storage" in running.output)
-    time.sleep(1.2)
-    os.kill(running.pid, signal.SIGTERM)
-    ended = running.end()
-    assert f"another signal came; {stays}" in ended.sentences(), ended.output
-    for status in (0, 0):
-        assert main(["flush", url]) == status
+    """By its limit, and by a second signal; afterwards the command does it, and has nothing more to do."""
+    for name, limit, why in (("late", 0.2, "0.2 s were not enough"), ("ended", 60.0, "another signal came")):
+        running = job(tmp_path / name, 1, "", "full", "die", flush_timeout=limit)
+        if name == "ended":
+            running.wait_until(lambda: "goes to storage" in running.output)  # noqa: B023
+            time.sleep(1.1)
+            os.kill(running.pid, signal.SIGTERM)
+        ended = running.end()
+        assert ended.code == 1
+        url = (tmp_path / name / "run").as_uri()
+        stays = f"{why}; memory stays as it was: `moe-ckpt flush {url}` on this node goes on with it"
+        assert stays in ended.sentences(), ended.output
+    assert [main(["flush", url]) for _ in range(2)] == [0, 0]
