@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,17 @@ def flushed(ended: Ended) -> int:
     """The step that was brought to storage, once."""
     (step,) = {int(found[1]) for found in map(STORED.match, ended.sentences()) if found}
     return step
+
+
+def flushing(running: Job) -> list[int]:
+    """The process in which a supervisor flushes."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended meanwhile
+            child = int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == running.pid
+            if child and b"import flush" in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+    return found
 
 
 @pytest.mark.parametrize(
@@ -80,9 +92,13 @@ def test_a_flush_that_takes_too_long_or_is_ended_says_so(tmp_path: Path, memory:
     for name, limit, why in (("late", 0.2, "0.2 s were not enough"), ("ended", 60.0, "another signal came")):
         running = job(tmp_path / name, 1, "", "full", "die", flush_timeout=limit)
         if name == "ended":
-            running.wait_until(lambda: "goes to storage" in running.output)  # noqa: B023
+            running.wait_until(lambda: bool(flushing(running)))  # noqa: B023
+            (pid,) = flushing(running)
+            os.kill(pid, signal.SIGSTOP)  # as if the store did not answer
             time.sleep(1.1)
             os.kill(running.pid, signal.SIGTERM)
+            time.sleep(0.1)
+            os.kill(pid, signal.SIGCONT)
         ended = running.end()
         assert ended.code == 1
         url = (tmp_path / name / "run").as_uri()
