@@ -272,6 +272,8 @@ def _sum(those: Sequence[Leftover]) -> str:
 
 _AT_ONCE = 4
 """Ranks whose parts are read and written at the same time; each takes memory for one file."""
+_SKEW_SECONDS = 5.0
+"""Seconds for which nodes wait for each other before they bring an older generation too."""
 
 
 class Flush:
@@ -295,20 +297,25 @@ class Flush:
     def answer(self) -> Answer:
         """Bring what is newer than storage. Raises `ConfigurationError` if the run lives here, `Fenced` if it lives again."""
         self._take_stock()
-        before, stored, reasons = self._newest, list[str](), list[str]()
-        # A sure one first: what is not whole here may never become so.
-        for version in sorted(self._parts, key=lambda each: (not self._lacking(each), each), reverse=True):
-            if self._newest is not None and version.generation.step <= self._newest.generation.step:
-                continue
-            try:
-                self._bring(version, stored)
-            except (Corrupt, TimeoutError) as error:
-                reasons.append(f"not stored: {version.generation}: {error}")
+        said, reasons = list[str](), dict[Version, str]()
+        # A sure one first: what is not whole here may never become so. Others, on this node and elsewhere, once parts are there.
+        late = sorted(self._parts, key=lambda each: (not self._lacking(each), each), reverse=True)
+        for seconds in (_SKEW_SECONDS, self._wait.total_seconds()):
+            turn, late = late, []
+            for version in filter(self._is_newer, turn):
+                try:
+                    self._bring(version, said, timedelta(seconds=seconds))
+                except (Corrupt, TimeoutError) as error:  # noqa: PERF203  # an older one may be whole
+                    reasons[version] = f"not stored: {version.generation}: {error}"
+                    late += [version] * isinstance(error, TimeoutError)
         self._memory.close()
         newest = "nothing" if self._newest is None else str(self._newest.generation)
-        lines = [*stored, *reasons] or [f"nothing to do: storage has {newest}, memory of this node nothing newer"]
-        failed = bool(reasons) and self._newest is before
-        return Answer({"newest": newest, "stored": stored, "not_stored": reasons}, lambda: lines, int(failed))
+        missed = [reason for version, reason in reasons.items() if self._is_newer(version)]
+        lines = [*said, *missed] or [f"nothing to do: storage has {newest}, memory of this node nothing newer"]
+        return Answer({"newest": newest, "said": said, "missed": missed}, lambda: lines, int(bool(missed)))
+
+    def _is_newer(self, version: Version) -> bool:
+        return self._newest is None or version.generation.step > self._newest.generation.step
 
     def _take_stock(self) -> None:
         tag = self._store.memory_tag
@@ -334,8 +341,8 @@ class Flush:
         size = next(copies[0].world_size for copies in owners.values())
         return {*range(size)} - {*owners} - self._contents(version.generation).ranks
 
-    def _bring(self, version: Version, stored: list[str]) -> None:
-        """Bring this node's parts of a version, commit it once those of all ranks are there, and add a sentence to `stored`.
+    def _bring(self, version: Version, said: list[str], wait: timedelta) -> None:
+        """Bring this node's parts of a version, commit it once those of all ranks are there, and add a sentence to `said`.
 
         Raises:
             Corrupt: a part is bad in every copy, or lacks something.
@@ -346,10 +353,11 @@ class Flush:
         line = [each for each in self._parts if replace(each.generation, step=generation.step) == generation]
         own = {rank for each in line for rank, (copy, *_) in self._parts[each].items() if ".ring" in copy.file}
         if lost := own & self._lacking(version):
-            raise Corrupt(f"rank {min(lost)}, whose memory is here, had not finished it.")
+            said.append(f"{generation} is left out: rank {min(lost)}, whose memory is here, had not finished it")
+            return
         chain, ranks = self._chain(version), self._parts[version]
         if chain[0] != version and not self._is_link(chain[0]):
-            self._bring(chain.pop(0), stored)
+            self._bring(chain.pop(0), said, wait)
         if any(rank not in self._parts[each] for each in chain for rank in ranks):
             raise Corrupt("a rank lacks a step before it.")
         size = size_text(sum(self._parts[each][rank][0].nbytes for each in chain for rank in ranks))
@@ -359,12 +367,12 @@ class Flush:
         try:
             self._newest = self._store.commit_ended(
                 markers[0],
-                timeout=self._wait,
+                timeout=min(wait, self._wait),
                 check=lambda found: disagreements(found, constants_of(self._backend, found[0].policy)),
             )
         except StorageError as error:
             raise TimeoutError(f"{error} Flush on the nodes of those ranks too.") from error
-        stored.append(f"{generation} of run {self._store.run_id} is stored: {size} in {time.monotonic() - began:.1f} s")
+        said.append(f"{generation} of run {self._store.run_id} is stored: {size} in {time.monotonic() - began:.1f} s")
 
     def _is_link(self, version: Version) -> bool:
         """Return whether a version is a difference to the step before."""
@@ -409,7 +417,7 @@ class Flush:
         for copy, file in found:
             key = segment_key(generation, rank, file.step)
             if not copy.exact or contents.sizes.get(key) != file.nbytes:
-                data = memoryview(np.empty(file.nbytes, np.uint8))
+                data = memoryview(np.empty(file.nbytes, np.uint8))  # type: ignore[arg-type]  # numpy's stubs
                 self._memory.read_into(copy, file, 0, data)
                 if digest_of(data) != file.digest:
                     raise Corrupt(f"{copy.file} has other bytes of step {file.step} than its marker says.")

@@ -61,13 +61,13 @@ class Elsewhere:
 
     def _flush_and_lose(self, life: Attempt) -> None:
         """Flush every node, twice, and remove memory; the newest whole generation in it is what a start finds then."""
-        url, options = life.url, ()
+        url, options = life.url, dict[str, Any]()
         if self.setup.checkpointing is not None and self.setup.checkpointing.url is not None:
-            url, options = self.setup.checkpointing.url, self.setup.checkpointing.storage_options
+            url, options = self.setup.checkpointing.url, dict(self.setup.checkpointing.storage_options)
         memories = [shared_directory()]
         if self.nodes is not None:
             memories = [self.nodes.folder / f"node{node}" for node in sorted({*self.nodes.placed} - {self.lost})]
-        backend = open_backend(url, storage_options=dict(options))
+        backend = open_backend(url, storage_options=options)
         history = RunView.open(backend).history
         assert history is not None
         tag = memory_tag(history.key, url)
@@ -77,8 +77,8 @@ class Elsewhere:
             statuses = []
             for memory in memories:
                 os.environ[DIRECTORY_VARIABLE] = str(memory)
-                statuses.append(flush(url=url, storage_option=options, wait=timedelta()))
-            assert statuses[-1] == 0, f"turn {turn} has ended with {statuses}"
+                statuses.append(flush(url=url, storage_option=[*options.items()], wait=timedelta()))
+            assert statuses[-1] == 0 or self.lost is not None, f"turn {turn} has ended with {statuses}"
             assert _newest(backend) == max(before, held), f"{held} in memory, {before} was stored, {files}"
         del os.environ[DIRECTORY_VARIABLE]
         assert verify(backend).problems == []

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from servers._s3 import S3Server
@@ -21,7 +22,7 @@ SPARSE = Setup(model="stacked", batches=6, checkpointing=Checkpointing(policy="s
 DENSE = replace(SPARSE, checkpointing=Checkpointing(policy="dense"))
 EVERY_OTHER = replace(SPARSE, checkpointing=Checkpointing(policy="dense", every_n_steps=2))
 DIFFERENTIAL = replace(SPARSE, clip=None, checkpointing=Checkpointing(policy="differential", every_n_steps=4, batch=2))
-EXPERTS = {"world_size": 3, "options": (("num_experts", 6),), "expert_parallel": 3}
+EXPERTS: dict[str, Any] = {"world_size": 3, "options": (("num_experts", 6),), "expert_parallel": 3}
 KILLS = (Kill(phase="forward", step=7), Kill(phase="before_optimizer_step", step=10))
 
 
@@ -49,7 +50,7 @@ def flushed(lives: Sequence[AttemptResult]) -> list[tuple[int, int]]:
     ids=["sparse", "differential", "sparse-3", "dense", "every-other", "dense-3", "differential-3"],
 )
 def test_where_memory_was_flushed_another_node_goes_on(
-    campaigns: Campaigns, setup: Setup, ranks: dict[str, int]
+    campaigns: Campaigns, setup: Setup, ranks: dict[str, Any]
 ) -> None:
     """Storage had the first generation, and then what was flushed; twice in a row."""
     lives = check(campaigns, Elsewhere(replace(setup, **ranks), 3))
