@@ -135,9 +135,10 @@ def _flush(run: Line, limit: float) -> None:
     url, memory, began = run["url"], Path(run["leaves"]), time.monotonic()
     if not any(memory.parent.glob(f"{memory.name}*")):
         return  # ranks have stored all of it themselves
-    _say(
-        f"memory of {url} goes to storage, in at most {limit:g} s (--flush-timeout); ended earlier, this node loses it"
-    )
+    _say(f"memory of {url} goes to storage, in at most {limit:g} s (--flush-timeout). Ended earlier, the node loses it")
+    # Not ignored any more, here or in the process to be started. Launchers repeat a signal at once.
+    for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(each, lambda *_: child.terminate() if time.monotonic() > began + _REPEAT_SECONDS else None)
     child = subprocess.Popen(  # noqa: S603  # our own command
         [sys.executable, "-c", _FLUSH, str(limit)],
         env=os.environ | {"MOE_CKPT_SHARED_MEMORY": str(memory.parent)},
@@ -146,20 +147,12 @@ def _flush(run: Line, limit: float) -> None:
         text=True,
         start_new_session=True,
     )
-    for each in (
-        signal.SIGTERM,
-        signal.SIGINT,
-        signal.SIGHUP,
-        signal.SIGQUIT,
-    ):  # launchers repeat the first one at once
-        signal.signal(each, lambda *_: child.terminate() if time.monotonic() > began + _REPEAT_SECONDS else None)
     for line in child.communicate(json.dumps(run))[0].splitlines():
         _say(line)
     whys = {-signal.SIGALRM: f"{limit:g} s were not enough; ", -signal.SIGTERM: "another signal came; "}
     if child.returncode:
-        _say(
-            f"{whys.get(child.returncode, '')}memory stays as it was: `moe-ckpt flush {url}` on this node goes on with it"
-        )
+        why = whys.get(child.returncode, "")
+        _say(f"{why}memory stays as it was: `moe-ckpt flush {url}` on this node goes on with it")
 
 
 def _supervisor(arguments: list[str], options: SupervisorOptions, *, limited: bool) -> SupervisingAgent:
