@@ -160,12 +160,12 @@ requeued. Neither removes what a process holds or another user owns.
 Exit status: 0 listed or cleared, 2 something could not be removed."""
 
 FLUSH = """\
-Store the newest whole generation in this node's shared memory, of a run that has ended and may not start again where
-that memory is. Any launcher may have started it. With several nodes do it on each, at once or one after another: every
-node brings its ranks, and those whose copies it keeps, and the last one makes the generation visible.
+Store the newest whole generation in this node's shared memory, of a run that has ended and may not start again here. Any launcher
+may have started it. With several nodes do it on each, at once or one after another: every node brings its ranks, and
+those whose copies it keeps, and the last one makes the generation visible.
 
-A process of the run that lives on this node is left alone, and nothing is flushed. A run that starts again meanwhile wins. Every
-byte is compared with its digest. Memory stays as it was. Parts that are in storage already are not written again.
+If a process of the run lives on this node, nothing is flushed. A run that starts again meanwhile wins. Every byte is
+compared with its digest. Memory stays as it was. Parts that are in storage already are not written again.
 
 Exit status: 0 stored, or storage has all of it, 1 a newer one is not whole, as other ranks' parts are missing or bad, 2 not done."""
 

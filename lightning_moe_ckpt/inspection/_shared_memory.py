@@ -279,10 +279,7 @@ _SKEW_SECONDS = 5.0
 class Flush:
     """Store the newest whole generation in this node's memory of a run that has ended; memory stays as it is.
 
-    Args:
-        backend: storage of the run.
-        wait: longest wait for other nodes' parts of the same generation.
-        say: gets a sentence before bytes are written.
+    `wait` is for other nodes' parts of the same generation; `say` gets a sentence before bytes are written.
     """
 
     def __init__(self, backend: Backend, *, wait: timedelta, say: Callable[[str], object]) -> None:
@@ -322,9 +319,8 @@ class Flush:
         files = [path for path, name in memory_files(shared_directory(), tag) if name.tag == tag]
         if held := sorted({pid for path in files if (pid := _locked_by(path)) is not None}):
             raise ConfigurationError(
-                f"{self._store.url}: process {', '.join(map(str, held))} (0: of another container) holds memory of this run, and "
-                "stores by itself as long as it lives. End it by SIGTERM, with which it stores all that it has, and flush "
-                "what is left then."
+                f"{self._store.url}: process {', '.join(map(str, held))} (0: of another container) holds memory of this run, and stores "
+                "by itself as long as it lives. End it by SIGTERM, with which it stores all it has, and flush what is left."
             )
         for each in sorted(self._memory.holdings(), key=lambda each: (not each.exact, ".ring" not in each.file)):
             why = self._store.why_dead(each.generation) or self._store.why_foreign(each.generation, each.seen)
@@ -344,10 +340,7 @@ class Flush:
     def _bring(self, version: Version, said: list[str], wait: timedelta) -> None:
         """Bring this node's parts of a version, commit it once those of all ranks are there, and add a sentence to `said`.
 
-        Raises:
-            Corrupt: a part is bad in every copy, or lacks something.
-            TimeoutError: other ranks' parts did not come.
-            StorageError: the medium failed.
+        Raises `Corrupt` if a part is bad in every copy, and `TimeoutError` if other ranks' parts did not come.
         """
         began, generation = time.monotonic(), version.generation
         line = [each for each in self._parts if replace(each.generation, step=generation.step) == generation]
@@ -371,6 +364,8 @@ class Flush:
                 check=lambda found: disagreements(found, constants_of(self._backend, found[0].policy)),
             )
         except StorageError as error:
+            if len(self._contents(generation).ranks) == markers[0].world_size:
+                raise
             raise TimeoutError(f"{error} Flush on the nodes of those ranks too.") from error
         said.append(f"{generation} of run {self._store.run_id} is stored: {size} in {time.monotonic() - began:.1f} s")
 

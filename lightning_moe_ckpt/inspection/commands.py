@@ -174,11 +174,9 @@ def _verdict_lines(verdict: Verdict) -> list[RenderableType]:
 def export(backend: Backend, *, out: Path, step: int | None, tie: Sequence[tuple[str, str]], **options: Any) -> Answer:
     """Write files that other programs read."""
     done = write_files(backend, out, ExportOptions(ties=dict(tie), **options), step=step)
-    lines: list[RenderableType] = [f"{path}: {size_text(nbytes)}" for path, nbytes in done.files.items()]
-    lines += [
-        f"step {done.step} (incarnation {done.incarnation}) as {done.format}, {done.num_tensors} parameters and buffers"
-    ]
-    lines += [f"note: {note}" for note in done.notes]
+    lines = [f"{path}: {size_text(nbytes)}" for path, nbytes in done.files.items()]
+    of = f"step {done.step} (incarnation {done.incarnation}) as {done.format}"
+    lines += [f"{of}, {done.num_tensors} parameters and buffers", *(f"note: {note}" for note in done.notes)]
     return Answer(dataclasses.asdict(done), lambda: lines)
 
 
@@ -233,11 +231,8 @@ def import_(backend: Backend, *, src: Path, **options: Any) -> Answer:
     """Begin a run from a checkpoint of another tool."""
     done = import_run(backend, src, **options)
     size = f"{done['tensors']} parameters and buffers, {size_text(done['nbytes'])} in {done['parts']} parts"
-    lines: list[RenderableType] = [
-        f"{done['source']} as step {done['step']} (incarnation {done['incarnation']}): {size}"
-    ]
-    lines += [f"note: {note}" for note in done["notes"]]
-    return Answer(done, lambda: lines)
+    said = f"{done['source']} as step {done['step']} (incarnation {done['incarnation']}): {size}"
+    return Answer(done, lambda: [said, *(f"note: {note}" for note in done["notes"])])
 
 
 @_of_run

@@ -360,9 +360,7 @@ class RunStore:
             coordination.catch_up()
         return publish(self._backend, stored, coordination.history)
 
-    def commit_ended(
-        self, own: RankMarker, *, timeout: timedelta, check: Callable[[Sequence[RankMarker]], Sequence[str]]
-    ) -> Commit:
+    def commit_ended(self, own: RankMarker, *, timeout: timedelta, check: Callable[..., Sequence[str]]) -> Commit:
         """Commit what an ended incarnation has left, as `commit` does; `check` returns what is wrong with all ranks' markers.
 
         A log entry comes first: a start that has looked at storage before has to look again.
