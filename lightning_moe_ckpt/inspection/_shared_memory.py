@@ -3,8 +3,8 @@
 Shared memory outlives its process on purpose: a rank that is started again resumes from there. So no file is called useless.
 The list says how new each file is and whether a process holds it, and files are removed only if the user asks.
 
-If nobody starts again, memory is lost with its node. `Flush` stores what the storage tier of the ended processes would have
-stored next, under their incarnation's name: every node brings its ranks' parts, and all commit alike.
+If nobody starts again, memory is lost with its node. `Flush` does the next work of the ended processes' storage tier, under
+their incarnation's name: every node brings its ranks' parts, and all commit alike.
 """
 
 from __future__ import annotations
@@ -421,7 +421,7 @@ class Flush:
         return marker
 
     def _referring(self, marker: RankMarker) -> RankMarker:
-        """Return the marker with references to what the newest commit has."""
+        """Return the marker with references to files of the newest commit."""
         newest, is_link = self._newest, is_differential(marker.policy)
         if newest is None or newest.world_size != marker.world_size or not (is_link or is_partial(marker.policy)):
             return marker

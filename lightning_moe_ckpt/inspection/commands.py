@@ -334,7 +334,7 @@ def shm(
 
 @functools.partial(_of_run, patience=timedelta(minutes=2))
 def flush(backend: Backend, *, wait: timedelta) -> Answer:
-    """Store what ended processes have left in this node's memory."""
+    """Store generations in this node's memory of ended processes."""
     return _shared_memory.Flush(backend, wait=wait, say=lambda text: sys.stderr.write(f"moe-ckpt: {text}\n")).answer()
 
 

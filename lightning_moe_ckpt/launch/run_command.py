@@ -45,7 +45,7 @@ _FLUSH = """
 import json, signal, sys; from datetime import timedelta; signal.setitimer(signal.ITIMER_REAL, limit := float(sys.argv[1]))
 from lightning_moe_ckpt.inspection.commands import flush; run = json.load(sys.stdin)
 sys.exit(flush(url=run["url"], storage_option=run["storage_option"], wait=timedelta(seconds=min(30, limit / 2))))"""
-"""Program that takes options of storage, which may be secret, where others do not see them."""
+"""Program with storage options in its standard input, since these may be secret."""
 _READ_SECONDS, _STATIC_SECONDS, _TELL_SECONDS = 60.0, 600.0, 10.0
 """Seconds that torch waits for its store, and for all nodes of a static meeting; seconds between two sentences about it."""
 _OTHER_PORT = "If something else listens there, give another port: `--rdzv-endpoint HOST:PORT`, or `--master-port`."
@@ -83,7 +83,7 @@ def run(
         hang_timeout: least silence in seconds within a step that counts as a hang.
         node_timeout: seconds for which MIN nodes, or more, wait for another one.
         grow_every: least seconds from a start of all ranks to the next one that lets nodes in.
-        flush_timeout: most seconds to store what ranks leave in memory if the job fails; 0 to leave it there.
+        flush_timeout: most seconds to store the generations in memory of a failed job; 0 to leave them there.
 
     Returns:
         0 if all ranks have ended well, 1 if the job was given up, 128 and its number after a signal.
@@ -131,7 +131,7 @@ def run(
 
 
 def _flush(run: Line, limit: float) -> None:
-    """Store what a run has left in this node's memory, in another process, which a signal ends; memory stays in any case."""
+    """Store a run's generations in this node's memory, by another process until a signal; memory stays in any case."""
     url, memory, began = run["url"], Path(run["leaves"]), time.monotonic()
     if not any(memory.parent.glob(f"{memory.name}*")):
         return  # ranks have stored all of it themselves

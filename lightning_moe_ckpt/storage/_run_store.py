@@ -112,7 +112,7 @@ class RunStore:
 
     @classmethod
     def of_ended(cls, backend: Backend) -> RunStore:
-        """Open the newest run to commit what its ended processes have left in memory. Raises `NoUsableGeneration`, `Corrupt`."""
+        """Open the newest run for generations in memory of its ended processes. Raises `NoUsableGeneration`, `Corrupt`."""
         run_log = Log(backend)
         history = read_run(run_log, backend)
         if run_log.num_lost:
@@ -361,7 +361,7 @@ class RunStore:
         return publish(self._backend, stored, coordination.history)
 
     def commit_ended(self, own: RankMarker, *, timeout: timedelta, check: Callable[..., Sequence[str]]) -> Commit:
-        """Commit what an ended incarnation has left, as `commit` does; `check` returns what is wrong with all ranks' markers.
+        """Commit a generation of an ended incarnation, like `commit`; `check` returns faults of all ranks' markers.
 
         A log entry comes first: a start that has looked at storage before has to look again.
         """
