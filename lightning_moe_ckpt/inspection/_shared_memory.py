@@ -338,7 +338,7 @@ class Flush:
         return {*range(size)} - {*owners} - self._contents(version.generation).ranks
 
     def _bring(self, version: Version, said: list[str], wait: timedelta) -> None:
-        """Bring this node's parts of a version, commit it once those of all ranks are there, and add a sentence to `said`.
+        """Bring this node's parts of a version, commit with the parts of all ranks, and add a sentence to `said`.
 
         Raises `Corrupt` if a part is bad in every copy, and `TimeoutError` if other ranks' parts did not come.
         """
@@ -375,7 +375,7 @@ class Flush:
         return is_differential(self._memory.read_marker(copy).policy)
 
     def _chain(self, version: Version) -> list[Version]:
-        """Return the versions that lead to one from a full state or from the newest commit, oldest first."""
+        """Return the versions from a full state, or from behind the newest commit, up to this version, oldest first."""
         versions, chain = {each.generation: each for each in self._parts}, [version]
         while self._is_link(chain[0]):
             before = replace(chain[0].generation, step=chain[0].generation.step - 1)
@@ -387,7 +387,7 @@ class Flush:
         return chain
 
     def _bring_part(self, chain: Sequence[Version], rank: int) -> RankMarker:
-        """Store one rank's part from good copies, and return its marker in storage."""
+        """Store a rank's part from good copies, and return its marker in storage."""
         contents, reasons, held = self._contents(chain[-1].generation), "", [self._parts[each][rank] for each in chain]
         for turn in range(max(map(len, held))):
             try:
@@ -397,7 +397,7 @@ class Flush:
         raise Corrupt(f"rank {rank}:{reasons}")
 
     def _put(self, contents: Contents, copies: Sequence[Holding]) -> RankMarker:
-        """Store a part as storage takes it: of a difference all steps in one generation, else durable files only."""
+        """Store a part in the form of storage: of a difference all steps in a single generation, else durable files."""
         generation, rank, marker = contents.generation, copies[0].owner, self._memory.read_marker(copies[-1])
         found = [(copy, file) for copy in copies for file in self._memory.read_marker(copy).segments]
         found = [(copy, file) for copy, file in found if file.key == segment_key(copy.generation, rank, file.step)]
