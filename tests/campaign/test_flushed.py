@@ -12,6 +12,7 @@ import pytest
 from servers._s3 import S3Server
 
 from campaign._campaign import Campaigns, two_chains
+from campaign._draw import draw
 from campaign._flushed import Elsewhere
 from campaign._nodes import Nodes
 from campaign._partial_runs import partial_setup
@@ -97,6 +98,18 @@ def test_a_partial_generation_is_completed_by_what_storage_has(campaigns: Campai
     assert 0 <= before <= 4
     assert held > 6
     assert lives[1].steps() == [*range(held + 1, setup.steps + 1)]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("first", [2000, 2010])
+def test_drawn_runs_go_on_from_what_was_flushed(campaigns: Campaigns, first: int) -> None:
+    """Over everything that a user may vary, wherever their lives end; each finds an empty memory."""
+    for seed in range(first, first + 10):
+        case = draw(seed)
+        assert case.setup.checkpointing is not None
+        if case.named is None and not case.setup.checkpointing.stutters:
+            elsewhere = Elsewhere(case.setup, 100, stored_until=10**9, drawn=True)
+            campaigns.check(case.setup, *case.kills, fit=elsewhere.fit, must_strike=False, may_complain=True)
 
 
 @pytest.mark.soak
