@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from door import DIRECTORY_VARIABLE
+from door import DIRECTORY_VARIABLE, free_port
 
 from launch._jobs import Ended, Job
 from launch.test_densify import SCRIPT, STEPS, same
@@ -27,7 +27,8 @@ def job(folder: Path, ranks: int, layout: str, *asked: str, **options: object) -
         (folder / each).unlink(missing_ok=True)
     for each in asked:
         (folder / each).touch()
-    return Job(folder, ranks, STEPS, str(ranks), layout, program=SCRIPT, max_failures="0", **options)
+    world = options.pop("world", str(ranks))
+    return Job(folder, ranks, STEPS, str(world), layout, program=SCRIPT, max_failures="0", **options)
 
 
 @pytest.fixture
@@ -105,3 +106,44 @@ def test_a_flush_that_takes_too_long_or_is_ended_says_so(tmp_path: Path, memory:
         stays = f"{why}; memory stays as it was: `moe-ckpt flush {url}` on this node goes on with it"
         assert stays in ended.sentences(), ended.output
     assert [main(["flush", url]) for _ in range(2)] == [0, 0]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("replicas", ["0", "1"])
+def test_each_node_of_a_job_flushes_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: Path, replicas: str
+) -> None:
+    """Two supervisors on two nodes, each with a rank: together they store what a job on one other node goes on from."""
+    assert job(tmp_path / "whole", 2, "", "whole").end().code == 0
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job1").symlink_to(tmp_path / "job")
+    meeting = [
+        "--nnodes",
+        "2",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"localhost:{free_port()}",
+        "--rdzv-id",
+        "a",
+    ]
+    with monkeypatch.context() as nodes:
+        for name, value in {"DEVICES": "1", "NUM_NODES": "2", "ACCELERATOR": "cpu"}.items():
+            nodes.setenv(f"PL_TRAINER_{name}", value)
+        nodes.setenv("TEST_REPLICAS", replicas)
+        jobs = []
+        for node, folder in enumerate(("job", "job1")):
+            (tmp_path / f"memory{node}").mkdir()
+            nodes.setenv(DIRECTORY_VARIABLE, str(tmp_path / f"memory{node}"))
+            nodes.setenv("MOE_CKPT_NODE", str(node))
+            running = job(tmp_path / folder, 1, "", "full", "die", world="auto", torchrun=meeting, name=f"node{node}")
+            jobs.append(running)
+        ended = [each.end() for each in jobs]
+    assert [each.code for each in ended] == [1, 1]
+    steps = {int(found[1]) for each in ended for found in map(STORED.match, each.sentences()) if found}
+    assert steps, "\n".join(each.output for each in ended)
+    assert max(steps) >= 8
+    ended = [job(tmp_path / "job", 2, "", name="again").end()]
+    assert ended[0].code == 0
+    assert f"resumes from step {max(steps)}" in ended[0].output
+    assert same(tmp_path / "whole" / "end.ckpt", tmp_path / "job" / "end.ckpt")
