@@ -76,6 +76,7 @@ class Elsewhere:
         assert history is not None
         tag = memory_tag(history.key, url)
         files = sorted(path for memory in memories for path in memory.iterdir() if f"-{tag}-" in path.name)
+        found = verify(backend).problems if self.drawn else []
         before, held = _newest(backend), _newest_held([path.name for path in files], life.world_size)
         for turn in range(2):
             statuses = []
@@ -87,7 +88,7 @@ class Elsewhere:
                 f"{held} in memory, {before} was stored, {files}"
             )
         del os.environ[DIRECTORY_VARIABLE]
-        assert verify(backend).problems == []
+        assert verify(backend).problems == found
         backend.close()
         for path in files:
             path.unlink()
