@@ -356,7 +356,10 @@ def _not_stored(marker: RankMarker, stored: set[str]) -> Iterator[str]:
         return
     module = marker.module.read()
     named = [*chain.from_iterable(module.param_groups), *module.unsaved, *module.aliases.values()]
-    yield from (f"`{name}` is named by the module's description and stored by no rank" for name in set(named) - stored)
+    yield from (
+        f"`{name}` is named by the module's description and stored by no rank"
+        for name in {*filter(None, named)} - stored
+    )
 
 
 def _few(reasons: Iterator[str]) -> Iterator[str]:
