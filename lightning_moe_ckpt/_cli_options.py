@@ -159,6 +159,16 @@ requeued. Neither removes what a process holds or another user owns.
 
 Exit status: 0 listed or cleared, 2 something could not be removed."""
 
+FLUSH = """\
+Store the newest whole generation in this node's shared memory, of a run that has ended and may not start again here. Any launcher
+may have started it. With several nodes do it on each, at once or one after another: every node brings its ranks, and
+those whose copies it keeps, and the last one makes the generation visible.
+
+If a process of the run lives on this node, nothing is flushed. A run that starts again meanwhile wins. Every byte is
+compared with its digest. Memory stays as it was. Parts that are in storage already are not written again.
+
+Exit status: 0 stored, or storage has all of it, 1 a newer one is not whole, as other ranks' parts are missing or bad, 2 not done."""
+
 PLACEMENT = """\
 Show who keeps copies of whose state on a cluster of NODES, and the probability that memory still holds every rank's
 newest generation after nodes, or racks, are lost at once.
@@ -211,6 +221,9 @@ _HANG_TIMEOUT = (
 )
 _NODE_TIMEOUT = "With --nnodes MIN:MAX, time for which nodes wait for another one before they go on without it."
 _GROW_EVERY = "With --nnodes MIN:MAX, least time from a start of all ranks to the next one that lets nodes in."
+_FLUSH_TIMEOUT = (
+    "Time to store what is left in this node's memory if the job fails or is ended, as `flush` does; 0 for not at all."
+)
 _TORCHRUN = [
     option("--nproc-per-node", "Ranks of this node: a number, or auto, gpu, cpu (default: 1).", "N"),
     option("--nnodes", "Nodes, or MIN:MAX, of which some may be lost (default: 1).", "N"),
@@ -291,6 +304,7 @@ RUN = click.Command(
         option("--hang-timeout", _HANG_TIMEOUT, "TIME", type=seconds, default="10s"),
         option("--node-timeout", _NODE_TIMEOUT, "TIME", type=seconds, default="60s"),
         option("--grow-every", _GROW_EVERY, "TIME", type=seconds, default="300s"),
+        option("--flush-timeout", _FLUSH_TIMEOUT, "TIME", type=seconds, default="10min"),
         click.Option(["-m", "--module", "module"], help="SCRIPT is the name of a module.", is_flag=True),
         click.Argument(["command"], metavar="SCRIPT [ARGS]...", nargs=-1, required=True, type=click.UNPROCESSED),
     ],

@@ -309,6 +309,12 @@ _LOOKING = [
         _cli_options.DOCTOR,
         [click.Argument(["url"], metavar="[URL]", required=False), _JSON, _STORAGE],
     ),
+    _on_a_run(
+        "flush",
+        "Store what a run that has ended has left in shared memory of this node.",
+        _cli_options.FLUSH,
+        _option("--wait", "Time for other nodes to bring their ranks' parts.", "TIME", type=_time, default="30s"),
+    ),
     _command(
         "shm",
         "List what runs have left in shared memory of this node, and clear it.",

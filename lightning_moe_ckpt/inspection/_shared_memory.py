@@ -1,7 +1,10 @@
-"""List the files of runs in shared memory, clear files without a process, and show a forecast.
+"""List the files of runs in shared memory, bring a run's generations to storage, clear files without a process, and show a forecast.
 
 Shared memory outlives its process on purpose: a rank that is started again resumes from there. So no file is called useless.
 The list says how new each file is and whether a process holds it, and files are removed only if the user asks.
+
+If nobody starts again, memory is lost with its node. `Flush` does the next work of the ended processes' storage tier, under
+their incarnation's name: every node brings its ranks' parts, and all commit alike.
 """
 
 from __future__ import annotations
@@ -13,17 +16,39 @@ import re
 import shutil
 import struct
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import RenderableType
 
 from lightning_moe_ckpt._units import size_text, time_text
+from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, KeyMissing, StorageError
 from lightning_moe_ckpt.inspection._answers import Answer, plain_table
-from lightning_moe_ckpt.tiers import shared_directory
-from lightning_moe_ckpt.tiers._shm import close_shared, open_shared
+from lightning_moe_ckpt.inspection._assemble import constants_of
+from lightning_moe_ckpt.inspection._verify import disagreements
+from lightning_moe_ckpt.recovery import Version
+from lightning_moe_ckpt.snapshot import PlanRecord
+from lightning_moe_ckpt.storage import (
+    Backend,
+    GenerationId,
+    RankMarker,
+    ReferencedEntry,
+    RunStore,
+    carry_forward,
+    carry_spares,
+    digest_of,
+    full_records,
+    segment_key,
+)
+from lightning_moe_ckpt.storage._catalog import Contents, missing_objects, read_catalog, read_marker
+from lightning_moe_ckpt.tiers import Holding, HostTier, is_differential, is_partial, shared_directory
+from lightning_moe_ckpt.tiers._shm import close_shared, memory_files, open_shared
 
 _NAME = re.compile(
     r"(?P<memory>moe-ckpt-(?P<uid>\d+)-(?P<tag>[A-Za-z0-9_.-]{1,100})-(?P<rank>\d+)(?:\.\d+)?\.(?P<kind>ring|replica))"
@@ -265,3 +290,171 @@ def forecast_answer(found: Mapping[str, Any], ranks: int) -> Answer:
         return [said, table, limits, *auto]
 
     return Answer({**found, "node": node}, tables)
+
+
+# -- to storage
+
+_AT_ONCE = 4
+"""Ranks whose parts are read and written at the same time; each takes memory for one file."""
+_SKEW_SECONDS = 5.0
+"""Seconds for which nodes wait for each other before they bring an older generation too."""
+
+
+class Flush:
+    """Store the newest whole generation in this node's memory of a run that has ended; memory stays as it is.
+
+    `wait` is for other nodes' parts of the same generation; `say` gets a sentence before bytes are written.
+    """
+
+    def __init__(self, backend: Backend, *, wait: timedelta, say: Callable[[str], object]) -> None:
+        self._backend, self._wait, self._say = backend, wait, say
+        self._store = RunStore.of_ended(backend)
+        self._memory = HostTier(self._store.memory_tag)
+        self._newest = next(iter(self._store.candidates()), None)
+        """Newest commit."""
+        self._parts: dict[Version, dict[int, list[Holding]]] = {}
+        """Whole copies by version and rank, the best first."""
+
+    def answer(self) -> Answer:
+        """Bring what is newer than storage. Raises `ConfigurationError` if the run lives here, `Fenced` if it lives again."""
+        self._take_stock()
+        said, reasons = list[str](), dict[Version, str]()
+        # A sure one first: what is not whole here may never become so. Others, on this node and elsewhere, once parts are there.
+        late = sorted(self._parts, key=lambda each: (not self._lacking(each), each), reverse=True)
+        for seconds in (_SKEW_SECONDS, self._wait.total_seconds()):
+            turn, late = late, []
+            for version in filter(self._is_newer, turn):
+                try:
+                    self._bring(version, said, timedelta(seconds=seconds))
+                except (Corrupt, TimeoutError) as error:  # noqa: PERF203  # an older one may be whole
+                    reasons[version] = f"not stored: {version.generation}: {error}"
+                    late += [version] * isinstance(error, TimeoutError)
+        self._memory.close()
+        newest = "nothing" if self._newest is None else str(self._newest.generation)
+        missed = [reason for version, reason in reasons.items() if self._is_newer(version)]
+        lines = [*said, *missed] or [f"nothing to do: storage has {newest}, memory of this node nothing newer"]
+        return Answer({"newest": newest, "said": said, "missed": missed}, lambda: lines, int(bool(missed)))
+
+    def _is_newer(self, version: Version) -> bool:
+        return self._newest is None or version.generation.step > self._newest.generation.step
+
+    def _take_stock(self) -> None:
+        tag = self._store.memory_tag
+        files = [path for path, name in memory_files(shared_directory(), tag) if name.tag == tag]
+        if held := sorted({pid for path in files if (pid := _locked_by(path)) is not None}):
+            raise ConfigurationError(
+                f"{self._store.url}: process {', '.join(map(str, held))} (0: of another container) holds memory of this run, and stores "
+                "by itself as long as it lives. End it by SIGTERM, with which it stores all it has, and flush what is left."
+            )
+        for each in sorted(self._memory.holdings(), key=lambda each: (not each.exact, ".ring" not in each.file)):
+            why = self._store.why_dead(each.generation) or self._store.why_foreign(each.generation, each.seen)
+            if each.whole and why is None:
+                owners = self._parts.setdefault(Version(each.generation, each.plan_hash), {})
+                owners.setdefault(each.owner, []).append(each)
+
+    def _contents(self, generation: GenerationId) -> Contents:
+        return read_catalog(self._backend, generation.prefix).get(generation, Contents(generation))
+
+    def _lacking(self, version: Version) -> set[int]:
+        """Return the ranks whose part is neither in this memory nor in storage."""
+        owners = self._parts[version]
+        size = next(copies[0].world_size for copies in owners.values())
+        return {*range(size)} - {*owners} - self._contents(version.generation).ranks
+
+    def _bring(self, version: Version, said: list[str], wait: timedelta) -> None:
+        """Bring this node's parts of a version, commit with the parts of all ranks, and add a sentence to `said`.
+
+        Raises `Corrupt` if a part is bad in every copy, and `TimeoutError` if other ranks' parts did not come.
+        """
+        began, generation = time.monotonic(), version.generation
+        line = [each for each in self._parts if replace(each.generation, step=generation.step) == generation]
+        own = {rank for each in line for rank, (copy, *_) in self._parts[each].items() if ".ring" in copy.file}
+        if lost := own & self._lacking(version):
+            said.append(f"{generation} is left out: rank {min(lost)}, whose memory is here, had not finished it")
+            return
+        chain, ranks = self._chain(version), self._parts[version]
+        if chain[0] != version and not self._is_link(chain[0]):
+            self._bring(chain.pop(0), said, wait)
+        if any(rank not in self._parts[each] for each in chain for rank in ranks):
+            raise Corrupt("a rank lacks a step before it.")
+        size = size_text(sum(self._parts[each][rank][0].nbytes for each in chain for rank in ranks))
+        self._say(f"{generation}: {size} of ranks {', '.join(map(str, sorted(ranks)))} go to {self._store.url}")
+        with ThreadPoolExecutor(_AT_ONCE, "moe-ckpt-flush") as pool:
+            markers = list(pool.map(partial(self._bring_part, chain), ranks))
+        try:
+            self._newest = self._store.commit_ended(
+                markers[0],
+                timeout=min(wait, self._wait),
+                check=lambda found: disagreements(found, constants_of(self._backend, found[0].policy)),
+            )
+        except StorageError as error:
+            if len(self._contents(generation).ranks) == markers[0].world_size:
+                raise
+            raise TimeoutError(f"{error} Flush on the nodes of those ranks too.") from error
+        said.append(f"{generation} of run {self._store.run_id} is stored: {size} in {time.monotonic() - began:.1f} s")
+
+    def _is_link(self, version: Version) -> bool:
+        """Return whether a version is a difference to the step before."""
+        copy = next(iter(self._parts[version].values()))[0]
+        return is_differential(self._memory.read_marker(copy).policy)
+
+    def _chain(self, version: Version) -> list[Version]:
+        """Return the versions from a full state, or from behind the newest commit, up to this version, oldest first."""
+        versions, chain = {each.generation: each for each in self._parts}, [version]
+        while self._is_link(chain[0]):
+            before = replace(chain[0].generation, step=chain[0].generation.step - 1)
+            if self._newest is not None and before == self._newest.generation:
+                break
+            if before not in versions:
+                raise Corrupt(f"it follows on {before}, which is neither in memory nor in storage.")
+            chain.insert(0, versions[before])
+        return chain
+
+    def _bring_part(self, chain: Sequence[Version], rank: int) -> RankMarker:
+        """Store a rank's part from good copies, and return its marker in storage."""
+        contents, reasons, held = self._contents(chain[-1].generation), "", [self._parts[each][rank] for each in chain]
+        for turn in range(max(map(len, held))):
+            try:
+                return self._put(contents, [copies[min(turn, len(copies) - 1)] for copies in held])
+            except (Corrupt, KeyMissing) as error:  # noqa: PERF203  # another copy may be good
+                reasons += f" {error}"
+        raise Corrupt(f"rank {rank}:{reasons}")
+
+    def _put(self, contents: Contents, copies: Sequence[Holding]) -> RankMarker:
+        """Store a part in the form of storage: of a difference all steps in a single generation, else durable files."""
+        generation, rank, marker = contents.generation, copies[0].owner, self._memory.read_marker(copies[-1])
+        found = [(copy, file) for copy in copies for file in self._memory.read_marker(copy).segments]
+        found = [(copy, file) for copy, file in found if file.key == segment_key(copy.generation, rank, file.step)]
+        files = [replace(file, key=segment_key(generation, rank, file.step)) for _, file in found]
+        marker = self._referring(replace(marker, segments=tuple(files)))
+        if rank in contents.ranks:  # its process was faster, or another node
+            known = read_marker(self._backend, generation, rank).marker
+            if (known.plan_hash, known.referenced) != (marker.plan_hash, marker.referenced):
+                raise Corrupt("its marker in storage refers to other files.")
+            if not missing_objects(known, contents):
+                return known
+        for copy, file in found:
+            key = segment_key(generation, rank, file.step)
+            if not copy.exact or contents.sizes.get(key) != file.nbytes:
+                data = memoryview(np.empty(file.nbytes, np.uint8))  # type: ignore[arg-type]  # numpy's stubs
+                self._memory.read_into(copy, file, 0, data)
+                if digest_of(data) != file.digest:
+                    raise Corrupt(f"{copy.file} has other bytes of step {file.step} than its marker says.")
+                self._store.put_segment(generation, rank, file.step, data)
+        self._store.put_marker(marker)
+        return marker
+
+    def _referring(self, marker: RankMarker) -> RankMarker:
+        """Return the marker with references to files of the newest commit."""
+        newest, is_link = self._newest, is_differential(marker.policy)
+        if newest is None or newest.world_size != marker.world_size or not (is_link or is_partial(marker.policy)):
+            return marker
+        older = self._store.read_marker(newest, marker.rank)
+        if is_link:
+            last = [ReferencedEntry(generation=newest.generation, segment=each) for each in older.segments]
+            return replace(marker, referenced=(*older.referenced, *last))
+        plan = PlanRecord.from_json(str(marker.policy["plan"])).plan
+        lacks = {record.operator for _, record in full_records(older)}.difference(plan.steps[0].files["durable"])
+        if not lacks or len(older.steps) > 1:
+            return marker
+        return replace(marker, referenced=carry_forward(older, lacks), spares=carry_spares(older, lacks, ()))

@@ -355,7 +355,8 @@ def _not_stored(marker: RankMarker, stored: set[str]) -> Iterator[str]:
     if marker.module is None:
         return
     module = marker.module.read()
-    named = [*chain.from_iterable(module.param_groups), *module.unsaved, *module.aliases.values()]
+    grouped = filter(None, chain.from_iterable(module.param_groups))  # pieces of a sharded optimizer have no names
+    named = [*grouped, *module.unsaved, *module.aliases.values()]
     yield from (f"`{name}` is named by the module's description and stored by no rank" for name in set(named) - stored)
 
 

@@ -111,8 +111,8 @@ def _fail(where: str, error: CheckpointError, facts: Mapping[str, str], *, as_js
     return 2
 
 
-def _of_run(look: Callable[..., Answer]) -> Callable[..., int]:
-    """Make a command on the run at a URL, or on a described run."""
+def _of_run(look: Callable[..., Answer], patience: timedelta = _PATIENCE) -> Callable[..., int]:
+    """Make a command on the run at a URL, whose store is tried for as long as `patience`, or on a described run."""
 
     @functools.wraps(look)
     def command(
@@ -121,11 +121,9 @@ def _of_run(look: Callable[..., Answer]) -> Callable[..., int]:
         try:
             if not url:
                 return _show(look(**arguments), as_json=as_json)
-            backend = open_backend(url, storage_options=dict(storage_option), patience=_PATIENCE)
-            try:
+            opened = open_backend(url, storage_options=dict(storage_option), patience=patience)
+            with contextlib.closing(opened) as backend:
                 return _show(look(backend, **arguments), as_json=as_json)
-            finally:
-                backend.close()
         except CheckpointError as error:
             return _fail(url or look.__name__, error, {"url": url} if url else {}, as_json=as_json)
 
@@ -182,11 +180,9 @@ def _verdict_lines(verdict: Verdict) -> list[RenderableType]:
 def export(backend: Backend, *, out: Path, step: int | None, tie: Sequence[tuple[str, str]], **options: Any) -> Answer:
     """Write files that other programs read."""
     done = write_files(backend, out, ExportOptions(ties=dict(tie), **options), step=step)
-    lines: list[RenderableType] = [f"{path}: {size_text(nbytes)}" for path, nbytes in done.files.items()]
-    lines += [
-        f"step {done.step} (incarnation {done.incarnation}) as {done.format}, {done.num_tensors} parameters and buffers"
-    ]
-    lines += [f"note: {note}" for note in done.notes]
+    lines = [f"{path}: {size_text(nbytes)}" for path, nbytes in done.files.items()]
+    of = f"step {done.step} (incarnation {done.incarnation}) as {done.format}"
+    lines += [f"{of}, {done.num_tensors} parameters and buffers", *(f"note: {note}" for note in done.notes)]
     return Answer(dataclasses.asdict(done), lambda: lines)
 
 
@@ -212,7 +208,7 @@ def densify(backend: Backend, *, command: Sequence[str], module: bool, force: bo
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "PL_TRAINER_ACCELERATOR": "cpu"}
     launcher = importlib.import_module("lightning_moe_ckpt.launch.run_command")
     place = ["--standalone", "--nnodes", "1", "--nproc-per-node", str(ranks)]
-    status = launcher.run(command, torchrun=place, module=module, max_failures="0")
+    status = launcher.run(command, torchrun=place, module=module, max_failures="0", flush_timeout=0.0)
     if status > _KILLED:
         return Answer({}, list, status)
     made = select(RunView.open(backend), None).commit
@@ -241,11 +237,8 @@ def import_(backend: Backend, *, src: Path, **options: Any) -> Answer:
     """Begin a run from a checkpoint of another tool."""
     done = import_run(backend, src, **options)
     size = f"{done['tensors']} parameters and buffers, {size_text(done['nbytes'])} in {done['parts']} parts"
-    lines: list[RenderableType] = [
-        f"{done['source']} as step {done['step']} (incarnation {done['incarnation']}): {size}"
-    ]
-    lines += [f"note: {note}" for note in done["notes"]]
-    return Answer(done, lambda: lines)
+    said = f"{done['source']} as step {done['step']} (incarnation {done['incarnation']}): {size}"
+    return Answer(done, lambda: [said, *(f"note: {note}" for note in done["notes"])])
 
 
 @_of_run
@@ -288,22 +281,14 @@ def repair(backend: Backend, *, write: bool) -> Answer:
 
 
 @_of_run
-def _top_once(backend: Backend) -> Answer:
-    return progress_now(RunView.open(backend))
+def _top(backend: Backend, *, once: bool, every: timedelta) -> Answer:
+    view = RunView.open(backend)
+    return progress_now(view) if once else Answer({}, list, follow(view, every.total_seconds()))
 
 
-def top(*, url: str, as_json: bool, storage_option: Sequence[tuple[str, object]], once: bool, every: timedelta) -> int:
+def top(*, once: bool, as_json: bool, **others: Any) -> int:
     """Show how a run is, until it is interrupted; once where nobody looks."""
-    if once or as_json or not sys.stdout.isatty():
-        return _top_once(url=url, as_json=as_json, storage_option=storage_option)
-    try:
-        backend = open_backend(url, storage_options=dict(storage_option), patience=_PATIENCE)
-        try:
-            return follow(RunView.open(backend), every.total_seconds())
-        finally:
-            backend.close()
-    except CheckpointError as error:
-        return _fail(url, error, {"url": url}, as_json=as_json)
+    return _top(once=once or as_json or not sys.stdout.isatty(), as_json=as_json, **others)
 
 
 @_of_run
@@ -335,35 +320,31 @@ def _show_progress(check: str) -> None:
 
 
 def shm(
-    *,
-    url: str | None,
-    clear: bool,
-    force: bool,
-    dry_run: bool,
-    as_json: bool,
-    storage_option: Sequence[tuple[str, object]],
+    *, url: str | None, as_json: bool, storage_option: Sequence[tuple[str, object]], clear: bool, **options: bool
 ) -> int:
     """List the files that runs have in this node's shared memory, and clear files that nobody holds."""
     try:
         tag = None if url is None else _tag_of(url, dict(storage_option))
-        found = _shared_memory.answer(tag=tag, clear=clear or force, force=force, dry_run=dry_run)
-        return _show(found, as_json=as_json)
+        return _show(_shared_memory.answer(tag=tag, clear=clear or options["force"], **options), as_json=as_json)
     except CheckpointError as error:
         return _fail(url or "shm", error, {}, as_json=as_json)
 
 
+@functools.partial(_of_run, patience=timedelta(minutes=2))
+def flush(backend: Backend, *, wait: timedelta) -> Answer:
+    """Store generations in this node's memory of ended processes."""
+    return _shared_memory.Flush(backend, wait=wait, say=lambda text: sys.stderr.write(f"moe-ckpt: {text}\n")).answer()
+
+
 def _tag_of(url: str, storage_options: Mapping[str, object]) -> str:
     """Return the part that names of a run's shared memory have in common."""
-    backend = open_backend(url, storage_options=storage_options, patience=_PATIENCE)
-    try:
+    with contextlib.closing(open_backend(url, storage_options=storage_options, patience=_PATIENCE)) as backend:
         history = RunView.open(backend).history
         if history is None:
             raise NoUsableGeneration(
                 f"{backend.url}: its log cannot be read, and names of its memory follow from that."
             )
         return memory_tag(history.key, backend.url)
-    finally:
-        backend.close()
 
 
 @contextlib.contextmanager

@@ -72,6 +72,8 @@ class SupervisorOptions:
     """Least seconds from a start of all ranks to the next one that lets nodes in."""
     say: Callable[[str], None] = print
     """Gets one sentence per decision."""
+    left: dict[str, Line] = field(default_factory=dict)
+    """Messages about runs that leave memory on this node, by URL; filled by the supervisor."""
 
 
 class _Join(IntEnum):
@@ -302,6 +304,8 @@ class SupervisingAgent(LocalElasticAgent):
             self._join = max(self._join, _Join.ONCE)
             if member.rank == 0 and self._rounds == 1:
                 self._options.say(f"if a rank fails, all ranks are started anew: {message['cannot_rejoin']}")
+        elif "leaves" in message:
+            self._options.left[message["url"]] = message
         elif message["arrived"] == self._incarnation:
             member.arrived = self._incarnation
             if self._now.count(f"arrived/{self._incarnation}") == self._world_size:

@@ -21,6 +21,7 @@ A supervisor and a rank of its node exchange lines of JSON over a socket, and ma
     rank -> supervisor    {"arrived": incarnation}
                           {"called_off": incarnation, "why": ...}                           it is to end, and nobody has
                           {"cannot_rejoin": why}                                            ranks start together or not at all
+                          {"leaves": prefix of files, "url": ..., "storage_option": ...}    memory that the job's end must not lose
     supervisor -> rank    {"place": environment, "incarnation": ..., "replacement": ...}    first, with the page
                           {"failed": incarnation, "rank": ..., "why": ...}
                           {"formed": incarnation, "prefix": ...}                            all ranks have arrived
@@ -40,7 +41,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -209,6 +210,12 @@ class Supervised:
     def cannot_rejoin(self, why: str) -> None:
         """Let the supervisor start all ranks anew when one fails: this one cannot join others in new process groups."""
         self._connection.sendall(encode({"cannot_rejoin": why}))
+
+    def leaves(self, memory: str, url: str, storage_options: Mapping[str, Any] | None) -> None:
+        """Let the supervisor store what the run at `url` has in files that begin with `memory`, if the job ends in failure."""
+        with suppress(TypeError):  # options without words cannot be handed on; `moe-ckpt flush` is left
+            option = [*(storage_options or {}).items()]
+            self._connection.sendall(encode({"leaves": memory, "url": url, "storage_option": option}))
 
     # -- beats
 

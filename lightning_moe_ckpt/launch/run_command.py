@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import math
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -14,6 +16,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from torch.distributed import DistNetworkError, DistStoreError
@@ -27,6 +30,7 @@ from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 from lightning_moe_ckpt.launch._agent import SupervisingAgent, SupervisorOptions
 from lightning_moe_ckpt.launch._job_log import FailureRate
 from lightning_moe_ckpt.launch._members import RankOutput
+from lightning_moe_ckpt.launch._supervised import Line
 
 _RESTARTS = 1_000_000
 """Restarts of all ranks that torch's agent may count; the supervisor counts failures itself."""
@@ -35,6 +39,13 @@ _KEEP_ALIVE = {"keep_alive_interval": 2, "keep_alive_max_attempt": 5}
 """Seconds between two signs of life of a node, and how many may be missing; torch's own are 5 and 3."""
 
 _FAILED, _KILLED = 1, 128
+_REPEAT_SECONDS = 1.0
+"""Seconds within which another signal counts as the first one."""
+_FLUSH = """
+import json, signal, sys; from datetime import timedelta; signal.setitimer(signal.ITIMER_REAL, limit := float(sys.argv[1]))
+from lightning_moe_ckpt.inspection.commands import flush; run = json.load(sys.stdin)
+sys.exit(flush(url=run["url"], storage_option=run["storage_option"], wait=timedelta(seconds=min(30, limit / 2))))"""
+"""Program with storage options in its standard input, since these may be secret."""
 _READ_SECONDS, _STATIC_SECONDS, _TELL_SECONDS = 60.0, 600.0, 10.0
 """Seconds that torch waits for its store, and for all nodes of a static meeting; seconds between two sentences about it."""
 _OTHER_PORT = "If something else listens there, give another port: `--rdzv-endpoint HOST:PORT`, or `--master-port`."
@@ -57,6 +68,7 @@ def run(
     hang_timeout: float = 10.0,
     node_timeout: float = 60.0,
     grow_every: float = 300.0,
+    flush_timeout: float = 600.0,
 ) -> int:
     """Start the ranks of a job on this node, and keep it running.
 
@@ -71,6 +83,7 @@ def run(
         hang_timeout: least silence in seconds within a step that counts as a hang.
         node_timeout: seconds for which MIN nodes, or more, wait for another one.
         grow_every: least seconds from a start of all ranks to the next one that lets nodes in.
+        flush_timeout: most seconds to store the generations in memory of a failed job; 0 to leave them there.
 
     Returns:
         0 if all ranks have ended well, 1 if the job was given up, 128 and its number after a signal.
@@ -97,22 +110,49 @@ def run(
         *command,
     ]
     supervisor = _supervisor(arguments, options, limited="--max-restarts" in given)
-    meeting, closes = supervisor.get_worker_group().spec.rdzv_handler, True
+    meeting, closes, status = supervisor.get_worker_group().spec.rdzv_handler, True, _FAILED
     try:
         result = supervisor.run()
+        status = _FAILED if result is None or result.is_failed() else 0
     except SignalException as error:
         _say(f"{signal.Signals(error.sigval).name}: all ranks were told to stop, and have ended")
         # Nodes that were not told to stop may wait for this one to come back; a closed meeting lets nobody in.
         closes = getattr(getattr(meeting, "settings", None), "max_nodes", 1) == 1
-        return _KILLED + error.sigval
+        status = _KILLED + error.sigval
     except (RendezvousError, DistNetworkError, DistStoreError) as error:
         _say(f"nodes have not met ({type(error).__name__}), and the job is given up: {_sentence_of(error)}")
-        return _FAILED
     finally:
         supervisor.close()
         if closes:
             meeting.shutdown()
-    return _FAILED if result is None or result.is_failed() else 0
+    for run_left in options.left.values() if status and flush_timeout else ():
+        _flush(run_left, flush_timeout)
+    return status
+
+
+def _flush(run: Line, limit: float) -> None:
+    """Store a run's generations in this node's memory, by another process until a signal; memory stays in any case."""
+    url, memory, began = run["url"], Path(run["leaves"]), time.monotonic()
+    if not any(memory.parent.glob(f"{memory.name}*")):
+        return  # ranks have stored all of it themselves
+    _say(f"memory of {url} goes to storage, in at most {limit:g} s (--flush-timeout). Ended earlier, the node loses it")
+    # Not ignored any more, here or in the process to be started. Launchers repeat a signal at once.
+    for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(each, lambda *_: child.terminate() if time.monotonic() > began + _REPEAT_SECONDS else None)
+    child = subprocess.Popen(  # noqa: S603  # our own command
+        [sys.executable, "-c", _FLUSH, str(limit)],
+        env=os.environ | {"MOE_CKPT_SHARED_MEMORY": str(memory.parent)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    for line in child.communicate(json.dumps(run))[0].splitlines():
+        _say(line)
+    whys = {-signal.SIGALRM: f"{limit:g} s were not enough; ", -signal.SIGTERM: "another signal came; "}
+    if child.returncode:
+        why = whys.get(child.returncode, "")
+        _say(f"{why}memory stays as it was: `moe-ckpt flush {url}` on this node goes on with it")
 
 
 def _supervisor(arguments: list[str], options: SupervisorOptions, *, limited: bool) -> SupervisingAgent:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from lightning_moe_ckpt.launch import Supervised
 from lightning_moe_ckpt.planning import Planner
 from lightning_moe_ckpt.recovery import RestoreSource, ResumeRequest, RunOpener, is_superseded
 from lightning_moe_ckpt.session._capture import CaptureSession
@@ -21,6 +23,7 @@ from lightning_moe_ckpt.tiers import (
     Rings,
     claim_memory,
     join_peers,
+    shared_directory,
 )
 
 
@@ -78,6 +81,9 @@ def open_run(job: SessionJob, planner: Planner, *, load: bool) -> OpenRun:
                 only_tag=config.densify,
             ),
         )
+        if (supervised := Supervised.from_environment()) is not None:
+            files = shared_directory() / f"moe-ckpt-{os.getuid()}-{opener.claim.tag}-"
+            supervised.leaves(str(files), opener.store.url, config.storage_options)
         resumed, stored = (None, None) if found is None else (found.generation, found.policy)
         planner = planner.settle(opener.store, opener.name(0), stored, load=load)
         markers = Markers(

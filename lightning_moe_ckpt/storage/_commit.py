@@ -22,7 +22,9 @@ from lightning_moe_ckpt.storage._backend import Backend, create_once
 from lightning_moe_ckpt.storage._catalog import (
     Catalog,
     Contents,
+    expect_folder,
     missing_objects,
+    nothing_at,
     read_catalog,
     read_commit,
     read_marker,
@@ -69,6 +71,15 @@ def read_history(run_log: Log, *, forgiving: bool) -> History | None:
             raise
         log.warning("a new run begins over an unreadable log: %s", error)
         return None
+
+
+def read_run(run_log: Log, backend: Backend) -> History:
+    """Read the log. Raises `NoUsableGeneration` if there is no run, `Corrupt` if no entry is readable."""
+    expect_folder(backend)
+    history = run_log.read()
+    if history is None:
+        raise NoUsableGeneration(nothing_at(backend.url))
+    return history
 
 
 def begin_run(history: History | None, run_log: Log, catalog: Catalog) -> History:
@@ -153,9 +164,13 @@ class Coordination:
         incarnation = self.opened_incarnation()
         if history is None and self.history.has_commits:
             return True
-        history = replace(history or self.history, has_commits=True)
-        told = {"unix_time": round(time.time(), 3), "figures": dict(self.figures())}
-        if not self.log.append(watermark_event(incarnation, history.watermark) | told, history):
+        history = history or self.history
+        return self.append(watermark_event(incarnation, history.watermark) | {"figures": dict(self.figures())}, history)
+
+    def append(self, event: Mapping[str, object], history: History) -> bool:
+        """Append an entry before a commit; return `False` if `moe-ckpt gc` was faster. Raises `Fenced` like `catch_up`."""
+        history = replace(history, has_commits=True)
+        if not self.log.append({**event, "unix_time": round(time.time(), 3)}, history):
             if not self.catch_up():
                 raise Fenced("the log entry after ours was written by somebody else, and is not listed. Start again.")
             return False

@@ -43,6 +43,7 @@ from lightning_moe_ckpt.storage._commit import (
     expect_nothing_lost,
     publish,
     read_history,
+    read_run,
 )
 from lightning_moe_ckpt.storage._entries import SegmentEntry
 from lightning_moe_ckpt.storage._log import Lineage, Log
@@ -108,6 +109,18 @@ class RunStore:
                     continue
                 log.info("%s: run %s begins", backend.url, history.run_id)
             return cls(backend, history.run_id, coordination=Coordination(run_log, history, run_reader(backend)))
+
+    @classmethod
+    def of_ended(cls, backend: Backend) -> RunStore:
+        """Open the newest run for generations in memory of its ended processes. Raises `NoUsableGeneration`, `Corrupt`."""
+        run_log = Log(backend)
+        history = read_run(run_log, backend)
+        if run_log.num_lost:
+            raise Corrupt(
+                f"{backend.url}: the newest log entry cannot be read, and may be of a later start. Start the job."
+            )
+        number = history.last_incarnation
+        return cls(backend, history.run_id, coordination=Coordination(run_log, history, run_reader(backend), number))
 
     @classmethod
     def join(cls, backend: Backend, *, run_id: str) -> RunStore:
@@ -345,6 +358,20 @@ class RunStore:
         coordination.catch_up()
         while not coordination.advance(None):
             coordination.catch_up()
+        return publish(self._backend, stored, coordination.history)
+
+    def commit_ended(self, own: RankMarker, *, timeout: timedelta, check: Callable[..., Sequence[str]]) -> Commit:
+        """Commit a generation of an ended incarnation, like `commit`; `check` returns faults of all ranks' markers.
+
+        A log entry comes first: a start that has looked at storage before has to look again.
+        """
+        coordination = self._coordinator()
+        stored = await_markers(self._backend, own, timeout=timeout, check_fence=coordination.catch_up)
+        if reasons := check([each.marker for each in stored]):
+            raise Corrupt(f"{'; '.join(reasons)}.")
+        event = {"type": "flush", "incarnation": coordination.incarnation, "step": own.generation.step}
+        while not coordination.append(event, coordination.history):
+            pass
         return publish(self._backend, stored, coordination.history)
 
     def retain(self, retention: Retention) -> list[GenerationId]:

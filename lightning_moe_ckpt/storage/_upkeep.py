@@ -28,7 +28,6 @@ from lightning_moe_ckpt.storage._catalog import (
     Catalog,
     Contents,
     delete_generation,
-    expect_folder,
     nothing_at,
     read_catalog,
     read_commit,
@@ -36,7 +35,7 @@ from lightning_moe_ckpt.storage._catalog import (
     run_reader,
     sweep_constants,
 )
-from lightning_moe_ckpt.storage._commit import complete_markers
+from lightning_moe_ckpt.storage._commit import complete_markers, read_run
 from lightning_moe_ckpt.storage._log import History, Lineage, Log, watermark_event
 from lightning_moe_ckpt.storage._markers import Commit
 from lightning_moe_ckpt.storage._names import SNAP_PREFIX, GenerationId, commit_key, parse_snap_key
@@ -102,7 +101,7 @@ def collect_garbage(
     log = Log(backend)
     checked = None if check is None else cache(check)
     while True:
-        history = _read(log, backend)
+        history = read_run(log, backend)
         unfinished = _unfinished(backend)
         # A generation may consist of leftovers only, of a past incarnation or of a running write.
         catalog = {g: Contents(g) for g in unfinished} | dict(read_catalog(backend))
@@ -140,14 +139,6 @@ def collect_garbage(
         stays=_judged(staying, catalog, unfinished),
         deleted=not dry_run,
     )
-
-
-def _read(log: Log, backend: Backend) -> History:
-    expect_folder(backend)
-    history = log.read()
-    if history is None:
-        raise NoUsableGeneration(nothing_at(backend.url))
-    return history
 
 
 def _require_fence(backend: Backend, log: Log) -> None:

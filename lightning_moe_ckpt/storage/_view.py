@@ -10,17 +10,16 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from lightning_moe_ckpt.errors import CheckpointError, Corrupt, NoUsableGeneration
+from lightning_moe_ckpt.errors import CheckpointError, Corrupt
 from lightning_moe_ckpt.storage._backend import Backend
 from lightning_moe_ckpt.storage._catalog import (
     Contents,
-    expect_folder,
     missing_parts,
-    nothing_at,
     read_catalog,
     read_commit,
     read_committed_marker,
 )
+from lightning_moe_ckpt.storage._commit import read_run
 from lightning_moe_ckpt.storage._log import History, Log, read_entry
 from lightning_moe_ckpt.storage._markers import Commit, RankMarker
 from lightning_moe_ckpt.storage._names import LOG_PREFIX, GenerationId, log_key, parse_log_key
@@ -93,14 +92,10 @@ class RunView:
             NoUsableGeneration: there is no run.
             StorageError: the medium failed.
         """
-        expect_folder(backend)
         try:
-            history = Log(backend).read()
+            return cls(backend, read_run(Log(backend), backend))
         except Corrupt:
             return cls(backend, None)
-        if history is None:
-            raise NoUsableGeneration(nothing_at(backend.url))
-        return cls(backend, history)
 
     @property
     def url(self) -> str:

@@ -28,7 +28,9 @@ def trained(folder: Path, ranks: int, layout: str, *asked: str, name: str = "con
     folder.mkdir(exist_ok=True)
     for each in asked:
         (folder / each).touch()
-    ended = Job(folder, ranks, STEPS, str(ranks), layout, program=SCRIPT, max_failures="0", name=name).end()
+    ended = Job(
+        folder, ranks, STEPS, str(ranks), layout, program=SCRIPT, max_failures="0", flush_timeout=0.0, name=name
+    ).end()
     for each in asked:
         (folder / each).unlink()
     return ended

@@ -111,7 +111,9 @@ def main() -> None:
         TensorDataset(samples, samples.flip(1)), batch_size=2 if LAYOUT == "stages" else 1, shuffle=True
     )
     window = 1 if LAYOUT == "at_once" else 4
-    checkpoint = SparseCheckpoint((FOLDER / "run").as_uri(), window=window, overhead_target=None, keep=9)
+    replicas: Any = int(os.environ["TEST_REPLICAS"]) if "TEST_REPLICAS" in os.environ else "auto"
+    url = (FOLDER / "run").as_uri()
+    checkpoint = SparseCheckpoint(url, window=window, overhead_target=None, keep=9, replicas=replicas)
     layouts: dict[str, dict[str, Any]] = {
         "experts": {"expert_parallel": 2},
         "stages": {"pipeline_parallel": 2, "micro_batches": 2},
