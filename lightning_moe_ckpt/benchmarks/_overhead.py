@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from rich.console import RenderableType
 from typing_extensions import Self, override
 
@@ -52,6 +54,8 @@ from lightning_moe_ckpt.benchmarks._fits import (
 from lightning_moe_ckpt.benchmarks._variants import PEERS, VARIANTS, Variant, checkpoint_of, chosen_variants
 from lightning_moe_ckpt.callbacks import ExpertLoadMonitor
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
+from lightning_moe_ckpt.fit.loops._port import ignore_names
+from lightning_moe_ckpt.parallel import build_groups, expert_parallel_fqns, set_current_groups
 from lightning_moe_ckpt.session import Report
 from lightning_moe_ckpt.storage import wrapping_backends
 from lightning_moe_ckpt.strategy import MoEStrategy
@@ -147,11 +151,10 @@ class _Fit:
         size = size_of(options)
         resting = wrapping_backends(gate.backend) if self.variant.memory_only else nullcontext()
         model = _Late(size)
-        moe = MoEStrategy(expert_parallel=options.expert_parallel, shard_optimizer=self.variant.shard_optimizer)
         with one_thread(), quiet_lightning(), patient_storage(), resting:
             trainer = bench_trainer(
                 accelerator=accelerator_for(options.accelerator, ranks),
-                strategy=moe if ranks > 1 else "auto",
+                strategy=_strategy_of(self.variant, options),
                 devices=ranks,
                 precision=options.precision,
                 callbacks=[measured, *beside, *([checkpoint] if checkpoint is not None else [])],
@@ -161,6 +164,37 @@ class _Fit:
             )
             # One batch more than it takes, so that no epoch ends.
             trainer.fit(model, random_tokens(size, ranks * (total_steps + 1)))
+
+
+class _ExpertDdp(DDPStrategy):
+    """DDP of all but experts, which each rank has for itself if they are spread, as libraries of experts advise."""
+
+    expert_parallel = 1
+
+    @override
+    def setup_distributed(self) -> None:
+        super().setup_distributed()
+        set_current_groups(build_groups(self.expert_parallel, timedelta(minutes=5)))
+
+    @override
+    def configure_ddp(self) -> None:
+        assert self.lightning_module is not None
+        ignore_names(self.lightning_module, expert_parallel_fqns(self.lightning_module))
+        super().configure_ddp()
+
+
+def _strategy_of(variant: Variant, options: SimpleNamespace) -> Strategy | str:
+    expert_parallel = options.expert_parallel
+    if variant.strategy == "ddp":
+        ddp = _ExpertDdp()
+        ddp.expert_parallel = expert_parallel
+        return ddp
+    if options.ranks == 1 and not variant.strategy:
+        return "auto"
+    reduction: Any = variant.strategy or "ordered"
+    return MoEStrategy(
+        expert_parallel=expert_parallel, shard_optimizer=variant.shard_optimizer, gradient_reduction=reduction
+    )
 
 
 class _Clocks(NamedTuple):

@@ -1,8 +1,9 @@
 """Reduce gradients over the ranks that share a parameter, with bits that no bucket, freeze or restart can change.
 
-Hooks copy each finished gradient into a static flat buffer. Full buckets are reduced during the rest of the backward
-pass, in the same order on all ranks. A missing gradient (frozen or unused, perhaps on this rank only) counts as zero,
-and stays `None` only if no replica has one.
+Hooks copy each finished gradient into a static flat buffer, and let `.grad` be its place there. Full buckets are reduced
+during the rest of the backward pass, in the same order on all ranks. A missing gradient (frozen or unused, perhaps on this
+rank only) counts as zero, and stays `None` only if no replica has one. A gradient that was there before backward keeps its
+memory. Gradients that somebody keeps from an earlier step are never overwritten: the buffer leaves its memory to them.
 
 * Replicated parameters: the mean over all the stage's ranks, which is the world without pipelining.
 * Expert-parallel parameters: the sum over the ranks that hold the same experts, divided by the count of the stage's ranks,
@@ -36,6 +37,7 @@ from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.parallel._collectives import (
     CollectiveQueue,
+    is_same_sum,
     ordered_all_reduce,
     ordered_reduce_scatter,
     plain_all_reduce,
@@ -112,11 +114,15 @@ def _round_up(value: int, multiple: int) -> int:
 @dataclass(kw_only=True, eq=False)
 class _Bucket:
     flat: Tensor
+    start: int = 0
+    """Place of `flat` in the flat vector."""
     own: Tensor | None = None
     """Receives this rank's row, if gradients end with the owners of pieces."""
     scratch: Tensor
     """Memory as long as the bucket, shared by all buckets: one is reduced at a time."""
     group: dist.ProcessGroup
+    direct: bool = False
+    """Whether a single all-reduce of the backend does, which is then begun at once, and several are under way."""
     complete_at: int
     """Position, in reverse order of registration, of the last parameter that the bucket waits for."""
     num_slots: int = 0
@@ -133,6 +139,8 @@ class _Gradient:
     parameter: nn.Parameter
     buckets: list[_Bucket]
     ready: bool = False
+    fresh: bool = True
+    """Whether there was no gradient before this backward."""
     hook: RemovableHandle | None = field(default=None, repr=False)
 
     def fill(self) -> None:
@@ -156,21 +164,68 @@ class _Gradient:
 
 @dataclass(kw_only=True, eq=False)
 class _WholeGradient(_Gradient):
-    flat: Tensor
-    """Place in the flat vector, in the parameter's shape."""
+    start: int
+    """Place of its first element in the flat vector."""
+    flat: Tensor = field(init=False)
+    """Place in the flat vector, in the parameter's shape and order of elements."""
+
+    def place(self, flat: Tensor) -> None:
+        """Take the parameter's interval of a flat vector."""
+        parameter = self.parameter
+        part = flat[self.start : self.start + parameter.numel()]
+        # Fused optimizers want a gradient's elements in the order of the parameter's.
+        dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+        self.flat = part.as_strided(parameter.shape, parameter.stride()) if dense else part.view(parameter.shape)
+
+    @property
+    def placed(self) -> bool:
+        """Whether the parameter's gradient is the flat vector's part."""
+        grad = self.parameter.grad
+        return grad is not None and grad.data_ptr() == self.flat.data_ptr()
 
     @override
     def send(self, grad: Tensor | None) -> None:
-        _ = self.flat.zero_() if grad is None else self.flat.copy_(grad)
+        if grad is None:
+            self.flat.zero_()
+        elif grad.data_ptr() != self.flat.data_ptr():
+            self.flat.copy_(grad)
+            if self.fresh and grad.dtype is self.flat.dtype and self.parameter.grad.grad_fn is None:
+                self.parameter.grad = self.flat.data  # with versions of its own; backward's memory is free for the next
 
     @override
     def write_back(self, *, present: bool) -> None:
-        if not present:
-            return
-        if self.parameter.grad is None:
-            self.parameter.grad = self.flat.clone()  # not a view: the buffer is overwritten in the next step
-        else:
-            self.parameter.grad.copy_(self.flat)
+        grad = self.parameter.grad
+        if grad is None:
+            self.parameter.grad = self.flat.data if present else None
+        elif grad.data_ptr() != self.flat.data_ptr():
+            grad.copy_(self.flat)
+
+
+class _FlatVector:
+    """The memory of all whole gradients of a kind, new whenever somebody keeps a gradient in it."""
+
+    def __init__(self, flat: Tensor, gradients: list[_WholeGradient], buckets: list[_Bucket]) -> None:
+        self._gradients, self._buckets = gradients, buckets
+        self._take(flat)
+
+    def begin_step(self) -> None:
+        """Look for gradients of earlier steps; call before each backward."""
+        for gradient in self._gradients:
+            gradient.fresh = gradient.parameter.grad is None
+        if self._users() > self._own_users + sum(not each.fresh and each.placed for each in self._gradients):
+            self._take(torch.zeros_like(self._flat))
+
+    def _take(self, flat: Tensor) -> None:
+        self._flat = flat
+        for bucket in self._buckets:
+            bucket.flat = flat[bucket.start : bucket.start + bucket.flat.numel()]
+        for gradient in self._gradients:
+            gradient.place(flat)
+        self._own_users = self._users()
+
+    def _users(self) -> int:
+        """Return how many tensors are in the memory."""
+        return torch._C._storage_Use_Count(self._flat.untyped_storage()._cdata)  # noqa: SLF001  # torch has no public way
 
 
 @dataclass(kw_only=True, eq=False)
@@ -189,6 +244,11 @@ class _PieceGradient(_Gradient):
         self.parameter.grad = None
         self.shard.refresh()  # before the step, which writes there
         self.shard.stepped.grad = self.memory.own_piece(self.fqn) if present else None
+
+
+def _ended(begun: dist.Work, flat: Tensor, divisor: int) -> Tensor:
+    begun.wait()
+    return flat.div_(divisor) if divisor != 1 else flat
 
 
 class GradientReducer:
@@ -247,6 +307,7 @@ class GradientReducer:
         self._sync = self._armed = False
         self._gradients: dict[str, _Gradient] = {}
         self._queue: list[_Bucket] = []
+        self._vectors: list[_FlatVector] = []
         self._launched: list[Future[Tensor]] = []
         self._unshared: list[str] = []
         self._build()
@@ -269,6 +330,8 @@ class GradientReducer:
         if any(p.requires_grad and fqn not in self._known for fqn, p in self._parameters.items()):
             self._build()
         self._launched.clear()
+        for vector in self._vectors:
+            vector.begin_step()
         for bucket in self._queue:
             bucket.pending = bucket.num_slots
             bucket.writers.clear()
@@ -317,13 +380,14 @@ class GradientReducer:
         """Lay out the parameters that require a gradient on any rank of the stage. Collective."""
         self.close()
         self._known = self._agree_on_names() if self._groups.world_size > 1 else frozenset(self._parameters)
-        self._gradients, self._queue, self._unshared, shards = {}, [], [], self.pieces.shards
+        self._gradients, self._queue, self._vectors, self._unshared, shards = {}, [], [], [], self.pieces.shards
         if self._groups.world_size == 1:
             return
         order = {fqn: position for position, fqn in enumerate(reversed(self._parameters))}
         for memory in self.pieces.lay_out(self._known):
             self._watch_pieces(memory, order)
-        for (is_sharded, dtype, device), fqns in self._kinds(self._known - shards.keys()).items():
+        kinds = self._kinds(self._known - shards.keys())
+        for (is_sharded, dtype, device), fqns in kinds.items():
             group = self._group(is_sharded)
             if group.size() == 1:
                 self._unshared += fqns
@@ -334,10 +398,16 @@ class GradientReducer:
                 multiple=group.size(),
             )
             self._lay_out(layout, torch.zeros(layout.numel, dtype=dtype, device=device), group, order)
+        for bucket in self._queue:  # of a group either all, so that ranks agree on the order in which threads begin, or none
+            beside = [each for each in self._queue if each.group is bucket.group]
+            bucket.direct = bucket.flat.is_cpu and all(self._is_plain(each) for each in beside)
         self._queue.sort(key=lambda bucket: bucket.complete_at)
         self._replicated = [fqn for fqn in self._parameters if fqn in self._known - self._sharded]
         self._own_experts = [fqn for fqn in self._parameters if fqn in self._known & self._sharded]
         log.debug("gradient reduction %s: %d gradients in %d buckets", self._mode, len(self._known), len(self._queue))
+
+    def _is_plain(self, bucket: _Bucket) -> bool:
+        return not self.pieces.shards and (self._mode == "allreduce" or is_same_sum(bucket.flat.dtype, bucket.group))
 
     def _agree_on_names(self) -> frozenset[str]:
         own = [fqn for fqn, parameter in self._parameters.items() if parameter.requires_grad]
@@ -357,14 +427,22 @@ class GradientReducer:
 
     def _lay_out(self, layout: BucketLayout, flat: Tensor, group: dist.ProcessGroup, order: Mapping[str, int]) -> None:
         scratch = torch.empty_like(flat[: layout.bucket_numel])
+        intervals = [layout.interval(bucket) for bucket in range(layout.num_buckets)]
         buckets = [
-            _Bucket(flat=flat[slice(*layout.interval(bucket))], scratch=scratch, group=group, complete_at=-1)
-            for bucket in range(layout.num_buckets)
+            _Bucket(flat=flat[start:stop], start=start, scratch=scratch, group=group, complete_at=-1)
+            for start, stop in intervals
         ]
-        for fqn, slot in layout.slots.items():
-            parameter, waiting = self._parameters[fqn], [buckets[bucket] for bucket in slot.buckets]
-            view = flat[slot.start : slot.stop].view(parameter.shape)
-            self._gradients[fqn] = _WholeGradient(fqn=fqn, parameter=parameter, flat=view, buckets=waiting)
+        gradients = [
+            _WholeGradient(
+                fqn=fqn,
+                parameter=self._parameters[fqn],
+                start=slot.start,
+                buckets=[buckets[bucket] for bucket in slot.buckets],
+            )
+            for fqn, slot in layout.slots.items()
+        ]
+        self._vectors.append(_FlatVector(flat, gradients, buckets))
+        self._gradients.update((gradient.fqn, gradient) for gradient in gradients)
         self._enqueue(buckets, layout.slots, order)
 
     def _lay_out_pieces(self, shards: Mapping[str, OptimizerShard]) -> list[ShardBuckets]:
@@ -426,9 +504,12 @@ class GradientReducer:
             self._launched.append(self._launch(self._queue[position]))
 
     def _launch(self, bucket: _Bucket) -> Future[Tensor]:
+        divisor = self._groups.stage_size
+        if bucket.direct:
+            begun = dist.all_reduce(bucket.flat, group=bucket.group, async_op=True)
+            return self._lane.submit(lambda: _ended(begun, bucket.flat, divisor), device=bucket.flat.device)
         own = () if bucket.own is None else (bucket.own,)
         reduce = _REDUCE[self._mode][len(own)]
-        divisor = self._groups.stage_size
         return self._lane.submit(
             lambda: reduce(bucket.flat, *own, bucket.group, divisor=divisor, scratch=bucket.scratch),
             device=bucket.flat.device,
