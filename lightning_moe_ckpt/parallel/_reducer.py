@@ -57,6 +57,10 @@ _REDUCE: dict[ReductionMode, tuple[Callable[..., Tensor], Callable[..., Tensor]]
 """Reductions by mode: to all ranks, and to each rank its row."""
 
 
+_MOST_MAPPED = 2**25 - 2**16
+"""Largest block from which glibc learns; larger gradients are always mapped alone."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketSlot:
     """The interval `[start, stop)` of one parameter in the flat vector, and the buckets it touches."""
@@ -246,6 +250,14 @@ class _PieceGradient(_Gradient):
         self.shard.stepped.grad = self.memory.own_piece(self.fqn) if present else None
 
 
+def _keep_heap(nbytes: int) -> None:
+    """Let freed gradients stay in the process, which would else fetch their pages anew in each step.
+
+    glibc gives the free end of its heap back if longer than twice the largest block that was mapped alone and freed.
+    """
+    torch.empty(min(nbytes, _MOST_MAPPED), dtype=torch.uint8)
+
+
 def _ended(begun: dist.Work, flat: Tensor, divisor: int) -> Tensor:
     begun.wait()
     return flat.div_(divisor) if divisor != 1 else flat
@@ -382,6 +394,7 @@ class GradientReducer:
         self._known = self._agree_on_names() if self._groups.world_size > 1 else frozenset(self._parameters)
         self._gradients, self._queue, self._vectors, self._unshared, shards = {}, [], [], [], self.pieces.shards
         if self._groups.world_size == 1:
+            _keep_heap(sum(parameter.nbytes for parameter in self._parameters.values() if parameter.is_cpu))
             return
         order = {fqn: position for position, fqn in enumerate(reversed(self._parameters))}
         for memory in self.pieces.lay_out(self._known):
