@@ -338,6 +338,18 @@ _LOOKING = [
 
 # -- benchmarks
 
+_FITS: list[click.Parameter] = [
+    _flag("--breakdown", "Where the time goes: by hook, by thread beside."),
+    number("--expert-parallel", 1, "Ranks that share one set of experts."),
+    number("--steps", 16, "Steps of a turn that count."),
+    number("--settle", 8, "Steps of a turn before them."),
+    number("--warm-up", 28, "Steps before those of the first turn that count."),
+    _option("--precision", "Of the Trainer.", default="32-true"),
+    number("--blocks", 2, "Transformer blocks."),
+    number("--dim", 128, "Model dimension; experts are four times as wide."),
+    number("--experts", 16, "Experts per block."),
+    number("--batch-size", 1, "Crops of 64 tokens per step."),
+]
 _BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what others leave behind
     "in-place": (
         "Seconds from a SIGKILL to the first new step: moe-ckpt run, with and without a spare, torchrun, torchft.",
@@ -392,19 +404,18 @@ _BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what other
             _option(
                 "--variants", "What is measured (default: all that are installed); a wrong name lists them.", "A,B"
             ),
-            _flag("--breakdown", "Microseconds by hook, and CPU time by thread beside, of each policy."),
             number("--ranks", 1, "Processes of every fit."),
-            number("--expert-parallel", 1, "Of them share one set of experts."),
             number("--rounds", 5, "Turns of every fit."),
-            number("--steps", 16, "Steps of a turn that count."),
-            number("--settle", 8, "Steps of a turn before them."),
-            number("--warm-up", 28, "Steps before those of the first turn that count."),
-            _option("--precision", "Of the Trainer.", default="32-true"),
-            number("--blocks", 2, "Transformer blocks."),
-            number("--dim", 128, "Model dimension; experts are four times as wide."),
-            number("--experts", 16, "Experts per block."),
-            number("--batch-size", 1, "Crops of 64 tokens per step."),
+            *_FITS,
             _option("--url", "Folder for checkpoints, which stay (default: a temporary folder).", "URL"),
+        ],
+    ),
+    "strategy": (
+        "What MoEStrategy adds to a step beside DDP, without checkpoints, and where its reducer spends it.",
+        [
+            _option("--strategy-ranks", "Ranks of the trainings, one after another.", "N,N", default="1,2"),
+            number("--rounds", 5, "Turns of every fit."),
+            *_FITS,
         ],
     ),
     "native": (
@@ -453,7 +464,7 @@ def _bench(name: str, summary: str, chosen: Mapping[str, list[click.Parameter]],
             type=click.Choice(["cpu", "gpu", "auto"]),
         ),
     ]
-    params += [param for each in chosen.values() for param in each]
+    params += {param.name: param for each in chosen.values() for param in each}.values()
     return click.Command(name, callback=run, params=params, short_help=summary, help=summary)
 
 

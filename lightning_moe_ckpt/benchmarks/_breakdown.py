@@ -11,7 +11,7 @@ import re
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import wraps
 from pathlib import Path
@@ -31,15 +31,14 @@ _NOTHING = Cost(0.0, 0.0)
 
 
 class HookMeter:
-    """Measure the hooks of `peer`, or without a peer this package's, in this process from now on.
+    """Measure methods of a class in this process from now on, by `hooks_of` those of a callback.
 
     Nothing is undone: the process is the measurement's own.
     """
 
-    def __init__(self, peer: Callback | None) -> None:
+    def __init__(self, owner: type[object], hooks: Iterable[str]) -> None:
         self._costs = defaultdict[str, Cost](lambda: _NOTHING)
         self._inside = False
-        owner, hooks = (FitSession, _own_hooks()) if peer is None else (type(peer), _overridden(type(peer)))
         for name in hooks:
             setattr(owner, name, self._metered(name, getattr(owner, name)))
 
@@ -63,6 +62,11 @@ class HookMeter:
                 self._inside = False
 
         return metered
+
+
+def hooks_of(peer: Callback | None) -> tuple[type[object], list[str]]:
+    """Return the hooks of `peer`, without a peer this package's, with their class."""
+    return (FitSession, _own_hooks()) if peer is None else (type(peer), _overridden(type(peer)))
 
 
 def _own_hooks() -> list[str]:

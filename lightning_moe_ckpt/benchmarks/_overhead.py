@@ -36,7 +36,7 @@ from rich.console import RenderableType
 from typing_extensions import Self, override
 
 from lightning_moe_ckpt.benchmarks._benchmark import Cost, Goal, Progress, accelerator_for, medians, rounds_of, table_of
-from lightning_moe_ckpt.benchmarks._breakdown import HookMeter, ThreadTimes, breakdown_of, per_step
+from lightning_moe_ckpt.benchmarks._breakdown import HookMeter, ThreadTimes, breakdown_of, hooks_of, per_step
 from lightning_moe_ckpt.benchmarks._fits import (
     BenchModel,
     HandOver,
@@ -55,7 +55,8 @@ from lightning_moe_ckpt.benchmarks._variants import PEERS, VARIANTS, Variant, ch
 from lightning_moe_ckpt.callbacks import ExpertLoadMonitor
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.fit.loops._port import ignore_names
-from lightning_moe_ckpt.parallel import build_groups, expert_parallel_fqns, set_current_groups
+from lightning_moe_ckpt.parallel import GradientReducer, build_groups, expert_parallel_fqns, set_current_groups
+from lightning_moe_ckpt.parallel._reducer import WholeGradient
 from lightning_moe_ckpt.session import Report
 from lightning_moe_ckpt.storage import wrapping_backends
 from lightning_moe_ckpt.strategy import MoEStrategy
@@ -166,6 +167,10 @@ class _Fit:
             trainer.fit(model, random_tokens(size, ranks * (total_steps + 1)))
 
 
+REDUCING = ((GradientReducer, ("prepare", "_on_gradient", "finish")), (WholeGradient, ("send",)))
+"""Methods in which gradients are reduced, by class; the copies of `send` are a part of hooks."""
+
+
 class _ExpertDdp(DDPStrategy):
     """DDP of all but experts, which each rank has for itself if they are spread, as libraries of experts advise."""
 
@@ -218,7 +223,10 @@ class _Turns(Callback):
         self._variant, self._gate, self._hand_over = variant, gate, hand_over
         self._checkpoint = checkpoint if isinstance(checkpoint, CheckpointCallback) else None
         self._peer = peer = checkpoint if self._checkpoint is None else None
-        self._meter = HookMeter(peer) if options.breakdown and checkpoint is not None else None
+        self._meters = list[HookMeter]()
+        if options.breakdown:
+            metered = REDUCING if variant.strategy else [hooks_of(peer)] if checkpoint is not None else []
+            self._meters += [HookMeter(*each) for each in metered]
         self._before: _Before
         self._clocks: list[_Clocks] = []
         self._skipping: list[bool] = []
@@ -254,12 +262,12 @@ class _Turns(Callback):
         self._gate.open()
 
     def _read(self) -> _Before:
-        meter, checkpoint = self._meter, self._checkpoint
+        checkpoint = self._checkpoint
         return _Before(
             checkpoint.report if checkpoint is not None else None,
             getattr(self._peer, "seconds", 0.0),
-            meter.costs() if meter is not None else {},
-            ThreadTimes.now() if meter is not None else None,
+            {name: cost for meter in self._meters for name, cost in meter.costs().items()},
+            ThreadTimes.now() if self._meters else None,
         )
 
     def _costs(self, after: _Before) -> StepCosts:
@@ -309,7 +317,7 @@ def _gained(earlier: _Before, later: _Before, num_steps: int) -> dict[str, Any]:
     }
 
 
-class _Ranks(ExitStack):
+class FitRanks(ExitStack):
     """The processes of one variant, whose turns begin and end together."""
 
     def __init__(self, variant: Variant, url: str, memory: Path, options: SimpleNamespace, num_turns: int) -> None:
@@ -377,9 +385,9 @@ def measure(
     with bench_folders() as (folder, memory), ExitStack() as stack:
         base = folder.as_uri() if options.url is None else options.url.rstrip("/")
 
-        def ranks(variant: Variant, num_turns: int) -> _Ranks:
+        def ranks(variant: Variant, num_turns: int) -> FitRanks:
             return stack.enter_context(
-                _Ranks(variant, f"{base}/{variant.name}", memory / variant.name, options, num_turns)
+                FitRanks(variant, f"{base}/{variant.name}", memory / variant.name, options, num_turns)
             )
 
         bare, takers = ranks(none, num_pairs), {each: ranks(each, options.rounds) for each in variants}
@@ -447,14 +455,15 @@ def _beside(costs: StepCosts) -> float:
 
 def _by_name(rounds: Sequence[StepCosts]) -> dict[str, Any]:
     """Return the medians over all rounds by name; a name that a round lacks is 0 there."""
-    stalls = _medians([run.stall_seconds for run in rounds])
-    walls = _medians([{name: cost.wall for name, cost in run.hooks.items()} for run in rounds])
-    cpu = _medians([{name: cost.cpu for name, cost in run.hooks.items()} for run in rounds])
+    stalls = medians_by_name([run.stall_seconds for run in rounds])
+    walls = medians_by_name([{name: cost.wall for name, cost in run.hooks.items()} for run in rounds])
+    cpu = medians_by_name([{name: cost.cpu for name, cost in run.hooks.items()} for run in rounds])
     hooks = {name: Cost(walls[name], cpu[name]) for name in walls}
-    return {"stall_seconds": stalls, "hooks": hooks, "threads": _medians([run.threads for run in rounds])}
+    return {"stall_seconds": stalls, "hooks": hooks, "threads": medians_by_name([run.threads for run in rounds])}
 
 
-def _medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def medians_by_name(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the median of each name's values; 0 counts where a round lacks the name."""
     names = sorted({name for run in rounds for name in run})
     return {name: statistics.median(run.get(name, 0.0) for run in rounds) for name in names}
 

@@ -180,7 +180,9 @@ def _packed(tensors: Sequence[Tensor], width: int) -> Iterator[Tensor]:
     for tensor in tensors:
         flat = tensor.detach().reshape(-1)
         large, as_is = flat.numel() > (most // 8 if in_place else most), in_place and flat.dtype is wide
-        for span in torch.split(flat, _lengths(flat.numel(), width, flat.numel() if as_is else most)) if large else (flat,):
+        for span in (
+            torch.split(flat, _lengths(flat.numel(), width, flat.numel() if as_is else most)) if large else (flat,)
+        ):
             tail = -span.numel() % width
             alone = large and as_is and not tail
             if filled and (alone or filled + span.numel() + tail > most):

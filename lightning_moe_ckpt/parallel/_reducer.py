@@ -167,7 +167,9 @@ class _Gradient:
 
 
 @dataclass(kw_only=True, eq=False)
-class _WholeGradient(_Gradient):
+class WholeGradient(_Gradient):
+    """A gradient that all ranks get, in its place of the flat vector."""
+
     start: int
     """Place of its first element in the flat vector."""
     flat: Tensor = field(init=False)
@@ -193,7 +195,7 @@ class _WholeGradient(_Gradient):
             self.flat.zero_()
         elif grad.data_ptr() != self.flat.data_ptr():
             self.flat.copy_(grad)
-            if self.fresh and grad.dtype is self.flat.dtype and self.parameter.grad.grad_fn is None:
+            if self.fresh and grad.dtype is self.flat.dtype and not torch.is_grad_enabled():  # else it has a graph
                 self.parameter.grad = self.flat.data  # with versions of its own; backward's memory is free for the next
 
     @override
@@ -208,7 +210,7 @@ class _WholeGradient(_Gradient):
 class _FlatVector:
     """The memory of all whole gradients of a kind, new whenever somebody keeps a gradient in it."""
 
-    def __init__(self, flat: Tensor, gradients: list[_WholeGradient], buckets: list[_Bucket]) -> None:
+    def __init__(self, flat: Tensor, gradients: list[WholeGradient], buckets: list[_Bucket]) -> None:
         self._gradients, self._buckets = gradients, buckets
         self._take(flat)
 
@@ -393,8 +395,8 @@ class GradientReducer:
         self.close()
         self._known = self._agree_on_names() if self._groups.world_size > 1 else frozenset(self._parameters)
         self._gradients, self._queue, self._vectors, self._unshared, shards = {}, [], [], [], self.pieces.shards
+        _keep_heap(sum(parameter.nbytes for parameter in self._parameters.values() if parameter.is_cpu))
         if self._groups.world_size == 1:
-            _keep_heap(sum(parameter.nbytes for parameter in self._parameters.values() if parameter.is_cpu))
             return
         order = {fqn: position for position, fqn in enumerate(reversed(self._parameters))}
         for memory in self.pieces.lay_out(self._known):
@@ -411,7 +413,9 @@ class GradientReducer:
                 multiple=group.size(),
             )
             self._lay_out(layout, torch.zeros(layout.numel, dtype=dtype, device=device), group, order)
-        for bucket in self._queue:  # of a group either all, so that ranks agree on the order in which threads begin, or none
+        for (
+            bucket
+        ) in self._queue:  # of a group either all, so that ranks agree on the order in which threads begin, or none
             beside = [each for each in self._queue if each.group is bucket.group]
             bucket.direct = bucket.flat.is_cpu and all(self._is_plain(each) for each in beside)
         self._queue.sort(key=lambda bucket: bucket.complete_at)
@@ -446,7 +450,7 @@ class GradientReducer:
             for start, stop in intervals
         ]
         gradients = [
-            _WholeGradient(
+            WholeGradient(
                 fqn=fqn,
                 parameter=self._parameters[fqn],
                 start=slot.start,
