@@ -39,8 +39,8 @@ _COLUMNS = (
 )
 _PARTS = ("hooks", "copies", "sums", "gloo", "waits")
 _NOTE = """\
-times: step over that of DDP, CPU: of all threads, medians of rounds; with --breakdown per step: hooks and what comes before \
-backward, without copies into the flat buffer; CPU of the thread that sums; CPU of gloo's threads; waits behind backward"""
+times: step over that of DDP, CPU: of all threads, medians of rounds; with --breakdown CPU per step of hooks and of what comes \
+before backward, of copies into the flat buffer, of the thread that sums, of gloo's threads; waits: behind backward"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,12 +123,10 @@ def _parts(turn: StepCosts) -> dict[str, float]:
     """Return seconds per step by what the reducer does; empty without `--breakdown`, and where nothing is reduced."""
     if "send" not in turn.hooks:
         return {}
-    cost = {name: each.wall for name, each in turn.hooks.items()}
-    threads = {
-        name: sum(each for thread, each in turn.threads.items() if name in thread) for name in ("reduction", "gloo")
-    }
-    hooks = cost["prepare"] + cost["_on_gradient"] - cost["send"]
-    return dict(zip(_PARTS, (hooks, cost["send"], *threads.values(), cost["finish"]), strict=True))
+    cpu = {name: cost.cpu for name, cost in turn.hooks.items()}
+    threads = [sum(each for thread, each in turn.threads.items() if name in thread) for name in ("reduction", "gloo")]
+    hooks = cpu["prepare"] + cpu["_on_gradient"] - cpu["send"]
+    return dict(zip(_PARTS, (hooks, cpu["send"], *threads, turn.hooks["finish"].wall), strict=True))
 
 
 def table(figures: Sequence[StrategyFigure]) -> RenderableType:

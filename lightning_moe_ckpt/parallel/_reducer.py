@@ -524,7 +524,7 @@ class GradientReducer:
         divisor = self._groups.stage_size
         if bucket.direct:
             begun = dist.all_reduce(bucket.flat, group=bucket.group, async_op=True)
-            return self._lane.submit(lambda: _ended(begun, bucket.flat, divisor), device=bucket.flat.device)
+            return self._lane.submit(lambda: _ended(begun, bucket.flat, divisor), bucket.flat.device, bucket.writers)
         own = () if bucket.own is None else (bucket.own,)
         reduce = _REDUCE[self._mode][len(own)]
         return self._lane.submit(
