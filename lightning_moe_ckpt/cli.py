@@ -340,7 +340,7 @@ _LOOKING = [
 
 _FITS: list[click.Parameter] = [
     _flag("--breakdown", "Where the time goes: by hook, by thread beside."),
-    number("--expert-parallel", 1, "Ranks that share one set of experts."),
+    number("--rounds", 5, "Turns of every fit."),
     number("--steps", 16, "Steps of a turn that count."),
     number("--settle", 8, "Steps of a turn before them."),
     number("--warm-up", 28, "Steps before those of the first turn that count."),
@@ -405,7 +405,7 @@ _BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what other
                 "--variants", "What is measured (default: all that are installed); a wrong name lists them.", "A,B"
             ),
             number("--ranks", 1, "Processes of every fit."),
-            number("--rounds", 5, "Turns of every fit."),
+            number("--expert-parallel", 1, "Of them share one set of experts."),
             *_FITS,
             _option("--url", "Folder for checkpoints, which stay (default: a temporary folder).", "URL"),
         ],
@@ -414,7 +414,7 @@ _BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what other
         "What MoEStrategy adds to a step beside DDP, without checkpoints, and where its reducer spends it.",
         [
             _option("--strategy-ranks", "Ranks of the trainings, one after another.", "N,N", default="1,2"),
-            number("--rounds", 5, "Turns of every fit."),
+            _flag("--spread-experts", "Give each rank experts of its own, which DDP does not reduce."),
             *_FITS,
         ],
     ),

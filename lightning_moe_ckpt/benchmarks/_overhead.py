@@ -174,12 +174,14 @@ REDUCING = ((GradientReducer, ("prepare", "_on_gradient", "finish")), (WholeGrad
 class _ExpertDdp(DDPStrategy):
     """DDP of all but experts, which each rank has for itself if they are spread, as libraries of experts advise."""
 
-    expert_parallel = 1
+    def __init__(self, expert_parallel: int) -> None:
+        super().__init__()
+        self._size = expert_parallel
 
     @override
     def setup_distributed(self) -> None:
         super().setup_distributed()
-        set_current_groups(build_groups(self.expert_parallel, timedelta(minutes=5)))
+        set_current_groups(build_groups(self._size, timedelta(minutes=5)))
 
     @override
     def configure_ddp(self) -> None:
@@ -191,9 +193,7 @@ class _ExpertDdp(DDPStrategy):
 def _strategy_of(variant: Variant, options: SimpleNamespace) -> Strategy | str:
     expert_parallel = options.expert_parallel
     if variant.strategy == "ddp":
-        ddp = _ExpertDdp()
-        ddp.expert_parallel = expert_parallel
-        return ddp
+        return _ExpertDdp(expert_parallel)
     if options.ranks == 1 and not variant.strategy:
         return "auto"
     reduction: Any = variant.strategy or "ordered"

@@ -1,8 +1,8 @@
 """Measure the cost of `MoEStrategy` itself in training speed, without checkpoints, beside Lightning's `DDPStrategy`.
 
 Fits take turns as in `_overhead`, in the order DDP, ours, ours, DDP, and each round yields one ratio of steps. `ddp again` is
-another DDP: its distance from 1 is the speed that each process has by chance. With `expert_parallel` as many as ranks, DDP
-leaves experts out of its reduction, as libraries of experts advise.
+another DDP: its distance from 1 is the speed that each process has by chance. Where experts are spread over all ranks, DDP
+leaves them out of its reduction, as libraries of experts advise.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from lightning_moe_ckpt.benchmarks._benchmark import Goal, Progress, millisecond
 from lightning_moe_ckpt.benchmarks._fits import bench_folders
 from lightning_moe_ckpt.benchmarks._overhead import FitRanks, StepCosts, medians_by_name, size_of
 from lightning_moe_ckpt.benchmarks._variants import Variant
-from lightning_moe_ckpt.errors import ConfigurationError
 
 GOAL = Goal("strategy", "of a step under DDP", 1.02, "times", at_least=False)
 _REDUCTIONS = {"ordered": "ordered", "allreduce": "allreduce", "ddp again": "ddp"}
@@ -64,18 +63,12 @@ class StrategyFigure:
 
 
 def measure(options: SimpleNamespace, progress: Progress) -> list[StrategyFigure]:
-    """Run the benchmark. Raises `ConfigurationError` if experts are spread over some ranks only, as DDP cannot."""
-    counts = [int(each) for each in options.strategy_ranks.split(",")]
-    if options.expert_parallel > 1 and {options.expert_parallel} != set(counts):
-        raise ConfigurationError(
-            f"`--expert-parallel {options.expert_parallel}` beside DDP spreads experts over all ranks. "
-            f"Use `--strategy-ranks {options.expert_parallel}`."
-        )
-    return [
-        figure
-        for ranks in counts
-        for figure in _beside_ddp(SimpleNamespace(**{**vars(options), "ranks": ranks}), progress)
-    ]
+    """Run the benchmark."""
+    found, common = list[StrategyFigure](), vars(options)
+    for ranks in map(int, options.strategy_ranks.split(",")):
+        spread = ranks if options.spread_experts else 1
+        found += _beside_ddp(SimpleNamespace(**{**common, "ranks": ranks, "expert_parallel": spread}), progress)
+    return found
 
 
 def _beside_ddp(options: SimpleNamespace, progress: Progress) -> list[StrategyFigure]:

@@ -57,10 +57,6 @@ _REDUCE: dict[ReductionMode, tuple[Callable[..., Tensor], Callable[..., Tensor]]
 """Reductions by mode: to all ranks, and to each rank its row."""
 
 
-_MOST_MAPPED = 2**25 - 2**16
-"""Largest block from which glibc learns; larger gradients are always mapped alone."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketSlot:
     """The interval `[start, stop)` of one parameter in the flat vector, and the buckets it touches."""
@@ -118,8 +114,6 @@ def _round_up(value: int, multiple: int) -> int:
 @dataclass(kw_only=True, eq=False)
 class _Bucket:
     flat: Tensor
-    start: int = 0
-    """Place of `flat` in the flat vector."""
     own: Tensor | None = None
     """Receives this rank's row, if gradients end with the owners of pieces."""
     scratch: Tensor
@@ -170,24 +164,8 @@ class _Gradient:
 class WholeGradient(_Gradient):
     """A gradient that all ranks get, in its place of the flat vector."""
 
-    start: int
-    """Place of its first element in the flat vector."""
-    flat: Tensor = field(init=False)
+    flat: Tensor
     """Place in the flat vector, in the parameter's shape and order of elements."""
-
-    def place(self, flat: Tensor) -> None:
-        """Take the parameter's interval of a flat vector."""
-        parameter = self.parameter
-        part = flat[self.start : self.start + parameter.numel()]
-        # Fused optimizers want a gradient's elements in the order of the parameter's.
-        dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
-        self.flat = part.as_strided(parameter.shape, parameter.stride()) if dense else part.view(parameter.shape)
-
-    @property
-    def placed(self) -> bool:
-        """Whether the parameter's gradient is the flat vector's part."""
-        grad = self.parameter.grad
-        return grad is not None and grad.data_ptr() == self.flat.data_ptr()
 
     @override
     def send(self, grad: Tensor | None) -> None:
@@ -210,28 +188,37 @@ class WholeGradient(_Gradient):
 class _FlatVector:
     """The memory of all whole gradients of a kind, new whenever somebody keeps a gradient in it."""
 
-    def __init__(self, flat: Tensor, gradients: list[WholeGradient], buckets: list[_Bucket]) -> None:
-        self._gradients, self._buckets = gradients, buckets
+    def __init__(
+        self, layout: BucketLayout, flat: Tensor, gradients: list[WholeGradient], buckets: list[_Bucket]
+    ) -> None:
+        self._layout, self._gradients, self._buckets = layout, gradients, buckets
         self._take(flat)
 
     def begin_step(self) -> None:
         """Look for gradients of earlier steps; call before each backward."""
+        users = self._own_users
         for gradient in self._gradients:
-            gradient.fresh = gradient.parameter.grad is None
-        if self._users() > self._own_users + sum(not each.fresh and each.placed for each in self._gradients):
+            grad = gradient.parameter.grad
+            gradient.fresh = grad is None
+            users += grad is not None and grad.data_ptr() == gradient.flat.data_ptr()
+        if _users_of(self._flat) > users:
             self._take(torch.zeros_like(self._flat))
 
     def _take(self, flat: Tensor) -> None:
         self._flat = flat
-        for bucket in self._buckets:
-            bucket.flat = flat[bucket.start : bucket.start + bucket.flat.numel()]
-        for gradient in self._gradients:
-            gradient.place(flat)
-        self._own_users = self._users()
+        for at, bucket in enumerate(self._buckets):
+            bucket.flat = flat[slice(*self._layout.interval(at))]
+        for gradient, slot in zip(self._gradients, self._layout.slots.values(), strict=True):
+            like, part = gradient.parameter, flat[slot.start : slot.stop]
+            # Fused optimizers want a gradient's elements in the order of the parameter's.
+            is_dense = torch.empty_like(like, device="meta").stride() == like.stride()
+            gradient.flat = part.as_strided(like.shape, like.stride()) if is_dense else part.view(like.shape)
+        self._own_users = _users_of(flat)
 
-    def _users(self) -> int:
-        """Return how many tensors are in the memory."""
-        return torch._C._storage_Use_Count(self._flat.untyped_storage()._cdata)  # noqa: SLF001  # torch has no public way
+
+def _users_of(flat: Tensor) -> int:
+    """Return how many tensors have their elements in this memory."""
+    return int(torch._C._storage_Use_Count(flat.untyped_storage()._cdata))  # noqa: SLF001  # torch has no public way
 
 
 @dataclass(kw_only=True, eq=False)
@@ -255,9 +242,9 @@ class _PieceGradient(_Gradient):
 def _keep_heap(nbytes: int) -> None:
     """Let freed gradients stay in the process, which would else fetch their pages anew in each step.
 
-    glibc gives the free end of its heap back if longer than twice the largest block that was mapped alone and freed.
+    glibc gives the free end of its heap back if longer than twice the largest block below 32 MiB that was mapped alone and freed.
     """
-    torch.empty(min(nbytes, _MOST_MAPPED), dtype=torch.uint8)
+    torch.empty(min(nbytes, 2**25 - 2**16), dtype=torch.uint8)
 
 
 def _ended(begun: dist.Work, flat: Tensor, divisor: int) -> Tensor:
@@ -269,7 +256,7 @@ class GradientReducer:
     """Average of gradients over ranks during backward.
 
     Call `prepare(sync=...)` before each backward and `finish()` after it. Gradients are reduced once `finish` returns. The
-    reducer needs memory for a second copy of the gradients and for one bucket.
+    reducer holds the memory of gradients, also between steps, and of one bucket.
 
     Args:
         named_parameters: all parameters, in the same order on every rank of the stage. A parameter is reduced if it requires
@@ -401,8 +388,7 @@ class GradientReducer:
         order = {fqn: position for position, fqn in enumerate(reversed(self._parameters))}
         for memory in self.pieces.lay_out(self._known):
             self._watch_pieces(memory, order)
-        kinds = self._kinds(self._known - shards.keys())
-        for (is_sharded, dtype, device), fqns in kinds.items():
+        for (is_sharded, dtype, device), fqns in self._kinds(self._known - shards.keys()).items():
             group = self._group(is_sharded)
             if group.size() == 1:
                 self._unshared += fqns
@@ -413,18 +399,18 @@ class GradientReducer:
                 multiple=group.size(),
             )
             self._lay_out(layout, torch.zeros(layout.numel, dtype=dtype, device=device), group, order)
-        for (
-            bucket
-        ) in self._queue:  # of a group either all, so that ranks agree on the order in which threads begin, or none
-            beside = [each for each in self._queue if each.group is bucket.group]
-            bucket.direct = bucket.flat.is_cpu and all(self._is_plain(each) for each in beside)
+        # All of a group's or none: ranks have to agree on the order, and the lane's thread begins the others.
+        apart = {each.group for each in self._queue if not self._is_plain(each)}
+        for bucket in self._queue:
+            bucket.direct = bucket.group not in apart
         self._queue.sort(key=lambda bucket: bucket.complete_at)
         self._replicated = [fqn for fqn in self._parameters if fqn in self._known - self._sharded]
         self._own_experts = [fqn for fqn in self._parameters if fqn in self._known & self._sharded]
         log.debug("gradient reduction %s: %d gradients in %d buckets", self._mode, len(self._known), len(self._queue))
 
     def _is_plain(self, bucket: _Bucket) -> bool:
-        return not self.pieces.shards and (self._mode == "allreduce" or is_same_sum(bucket.flat.dtype, bucket.group))
+        same = self._mode == "allreduce" or is_same_sum(bucket.flat.dtype, bucket.group)
+        return same and bucket.own is None and bucket.flat.is_cpu
 
     def _agree_on_names(self) -> frozenset[str]:
         own = [fqn for fqn, parameter in self._parameters.items() if parameter.requires_grad]
@@ -444,21 +430,14 @@ class GradientReducer:
 
     def _lay_out(self, layout: BucketLayout, flat: Tensor, group: dist.ProcessGroup, order: Mapping[str, int]) -> None:
         scratch = torch.empty_like(flat[: layout.bucket_numel])
-        intervals = [layout.interval(bucket) for bucket in range(layout.num_buckets)]
-        buckets = [
-            _Bucket(flat=flat[start:stop], start=start, scratch=scratch, group=group, complete_at=-1)
-            for start, stop in intervals
-        ]
+        buckets = [_Bucket(flat=flat, scratch=scratch, group=group, complete_at=-1) for _ in range(layout.num_buckets)]
         gradients = [
             WholeGradient(
-                fqn=fqn,
-                parameter=self._parameters[fqn],
-                start=slot.start,
-                buckets=[buckets[bucket] for bucket in slot.buckets],
+                fqn=fqn, parameter=self._parameters[fqn], flat=flat, buckets=[buckets[at] for at in slot.buckets]
             )
             for fqn, slot in layout.slots.items()
         ]
-        self._vectors.append(_FlatVector(flat, gradients, buckets))
+        self._vectors.append(_FlatVector(layout, flat, gradients, buckets))
         self._gradients.update((gradient.fqn, gradient) for gradient in gradients)
         self._enqueue(buckets, layout.slots, order)
 
