@@ -209,11 +209,14 @@ class _FlatVector:
         for at, bucket in enumerate(self._buckets):
             bucket.flat = flat[slice(*self._layout.interval(at))]
         for gradient, slot in zip(self._gradients, self._layout.slots.values(), strict=True):
-            like, part = gradient.parameter, flat[slot.start : slot.stop]
-            # Fused optimizers want a gradient's elements in the order of the parameter's.
-            is_dense = torch.empty_like(like, device="meta").stride() == like.stride()
-            gradient.flat = part.as_strided(like.shape, like.stride()) if is_dense else part.view(like.shape)
+            gradient.flat = _shaped(flat[slot.start : slot.stop], gradient.parameter)
         self._own_users = _users_of(flat)
+
+
+def _shaped(part: Tensor, like: Tensor) -> Tensor:
+    """Return a view in the order of the parameter's elements, which fused optimizers want."""
+    is_dense = torch.empty_like(like, device="meta").stride() == like.stride()
+    return part.as_strided(like.shape, like.stride()) if is_dense else part.view(like.shape)
 
 
 def _users_of(flat: Tensor) -> int:
