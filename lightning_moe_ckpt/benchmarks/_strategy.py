@@ -22,21 +22,8 @@ from lightning_moe_ckpt.benchmarks._variants import Variant
 
 GOAL = Goal("strategy", "of a step under DDP", 1.02, "times", at_least=False)
 _REDUCTIONS = {"ordered": "ordered", "allreduce": "allreduce", "ddp again": "ddp"}
-_COLUMNS = (
-    "ranks",
-    "strategy",
-    "DDP step",
-    "times",
-    "range",
-    "CPU times",
-    "hooks",
-    "copies",
-    "sums",
-    "gloo",
-    "waits",
-    "outcome",
-)
 _PARTS = ("hooks", "copies", "sums", "gloo", "waits")
+_COLUMNS = ("ranks", "strategy", "DDP step", "times", "range", "CPU times", *_PARTS, "outcome")
 _NOTE = """\
 times: step over that of DDP, CPU: of all threads, medians of rounds; with --breakdown CPU per step of hooks and of what comes \
 before backward, of copies into the flat buffer, of the thread that sums, of gloo's threads; waits: behind backward"""
@@ -72,28 +59,23 @@ def measure(options: SimpleNamespace, progress: Progress) -> list[StrategyFigure
 
 
 def _beside_ddp(options: SimpleNamespace, progress: Progress) -> list[StrategyFigure]:
-    rounds: dict[str, list[tuple[StepCosts, StepCosts, StepCosts, StepCosts]]] = {name: [] for name in _REDUCTIONS}
+    rounds: dict[str, list[list[StepCosts]]] = {name: [] for name in _REDUCTIONS}
     total = options.rounds * len(rounds)
     with bench_folders() as (_, memory), ExitStack() as stack:
 
-        def ranks(name: str, strategy: str, num_turns: int) -> FitRanks:
-            return stack.enter_context(
-                FitRanks(Variant("none", strategy=strategy), "", memory / name, options, num_turns)
-            )
+        def ranks(strategy: str, num_turns: int) -> FitRanks:
+            return stack.enter_context(FitRanks(Variant("none", strategy=strategy), "", memory, options, num_turns))
 
-        ddp = ranks("ddp", "ddp", 2 * total)
-        fits = {name: ranks(name, strategy, 2 * options.rounds) for name, strategy in _REDUCTIONS.items()}
+        ddp, turns = ranks("ddp", 2 * total), 2 * options.rounds
+        fits = {name: ranks(strategy, turns) for name, strategy in _REDUCTIONS.items()}
         for done in range(total):
             name = list(fits)[done % len(fits)]
             progress(f"training on {options.ranks} ranks, {name}", done, total)
-            first, *middle, last = (each.take().costs for each in (ddp, fits[name], fits[name], ddp))
-            rounds[name].append((first, *middle, last))  # type: ignore[arg-type]  # four
+            rounds[name].append([each.take().costs for each in (ddp, fits[name], fits[name], ddp)])
     return [_figure(name, options, each) for name, each in rounds.items()]
 
 
-def _figure(
-    name: str, options: SimpleNamespace, rounds: Sequence[tuple[StepCosts, StepCosts, StepCosts, StepCosts]]
-) -> StrategyFigure:
+def _figure(name: str, options: SimpleNamespace, rounds: Sequence[Sequence[StepCosts]]) -> StrategyFigure:
     def over_ddp(which: str) -> list[float]:
         costs = [[getattr(turn, which) for turn in each] for each in rounds]
         return [(own + again) / (first + last) for first, own, again, last in costs]
