@@ -31,7 +31,7 @@ _NOTHING = Cost(0.0, 0.0)
 
 
 class HookMeter:
-    """Measure methods of a class in this process from now on, by `hooks_of` those of a callback.
+    """Measure a class's methods in this process from now on; `hooks_of` gives a callback's.
 
     Nothing is undone: the process is the measurement's own.
     """

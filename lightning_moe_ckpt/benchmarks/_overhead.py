@@ -168,11 +168,11 @@ class _Fit:
 
 
 REDUCING = ((GradientReducer, ("prepare", "_on_gradient", "finish")), (WholeGradient, ("send",)))
-"""Methods in which gradients are reduced, by class; the copies of `send` are a part of hooks."""
+"""Methods in which gradients are reduced, by class; hooks contain the copies in `send`."""
 
 
 class _ExpertDdp(DDPStrategy):
-    """DDP of all but experts, which each rank has for itself if they are spread, as libraries of experts advise."""
+    """DDP without experts where these are spread, as their libraries advise."""
 
     def __init__(self, expert_parallel: int) -> None:
         super().__init__()
@@ -463,7 +463,7 @@ def _by_name(rounds: Sequence[StepCosts]) -> dict[str, Any]:
 
 
 def medians_by_name(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the median of each name's values; 0 counts where a round lacks the name."""
+    """Return each name's median; 0 counts where a round lacks the name."""
     names = sorted({name for run in rounds for name in run})
     return {name: statistics.median(run.get(name, 0.0) for run in rounds) for name in names}
 

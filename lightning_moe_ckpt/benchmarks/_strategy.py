@@ -1,8 +1,8 @@
-"""Measure the cost of `MoEStrategy` itself in training speed, without checkpoints, beside Lightning's `DDPStrategy`.
+"""Measure what `MoEStrategy` itself costs in training speed, without checkpoints, beside Lightning's `DDPStrategy`.
 
-Fits take turns as in `_overhead`, in the order DDP, ours, ours, DDP, and each round yields one ratio of steps. `ddp again` is
+Fits take turns as in `_overhead`, in the order DDP, ours, ours, DDP, and each round yields one ratio. `ddp again` is
 another DDP: its distance from 1 is the speed that each process has by chance. Where experts are spread over all ranks, DDP
-leaves them out of its reduction, as libraries of experts advise.
+leaves them out of its reduction, as their libraries advise.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class StrategyFigure:
     ratio_range: tuple[float, float]
     """Least and greatest of the rounds."""
     cpu_ratio: float
-    """CPU time of all threads on the first rank, relative to DDP's."""
+    """The first rank's CPU time in all threads, relative to DDP's."""
     parts: dict[str, float]
     """Seconds per step in parts of the reducer, with `--breakdown`; empty for DDP."""
 

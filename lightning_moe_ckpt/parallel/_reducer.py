@@ -120,7 +120,7 @@ class _Bucket:
     """Memory as long as the bucket, shared by all buckets: one is reduced at a time."""
     group: dist.ProcessGroup
     direct: bool = False
-    """Whether a single all-reduce of the backend does, which is then begun at once, and several are under way."""
+    """Whether the backend's all-reduce does, which is then begun at once; several may be under way."""
     complete_at: int
     """Position, in reverse order of registration, of the last parameter that the bucket waits for."""
     num_slots: int = 0
@@ -165,7 +165,7 @@ class WholeGradient(_Gradient):
     """A gradient that all ranks get, in its place of the flat vector."""
 
     flat: Tensor
-    """Place in the flat vector, in the parameter's shape and order of elements."""
+    """Place in the flat vector, in the parameter's shape and strides."""
 
     @override
     def send(self, grad: Tensor | None) -> None:
@@ -186,7 +186,7 @@ class WholeGradient(_Gradient):
 
 
 class _FlatVector:
-    """The memory of all whole gradients of a kind, new whenever somebody keeps a gradient in it."""
+    """Memory for one kind's whole gradients, new whenever somebody keeps a gradient in it."""
 
     def __init__(
         self, layout: BucketLayout, flat: Tensor, gradients: list[WholeGradient], buckets: list[_Bucket]
@@ -195,7 +195,7 @@ class _FlatVector:
         self._take(flat)
 
     def begin_step(self) -> None:
-        """Look for gradients of earlier steps; call before each backward."""
+        """Look for gradients from earlier steps; call before each backward."""
         users = self._own_users
         for gradient in self._gradients:
             grad = gradient.parameter.grad
@@ -214,13 +214,13 @@ class _FlatVector:
 
 
 def _shaped(part: Tensor, like: Tensor) -> Tensor:
-    """Return a view in the order of the parameter's elements, which fused optimizers want."""
+    """Return a view in the parameter's shape and strides, which fused optimizers want."""
     is_dense = torch.empty_like(like, device="meta").stride() == like.stride()
     return part.as_strided(like.shape, like.stride()) if is_dense else part.view(like.shape)
 
 
 def _users_of(flat: Tensor) -> int:
-    """Return how many tensors have their elements in this memory."""
+    """Return how many tensors use this memory."""
     return int(torch._C._storage_Use_Count(flat.untyped_storage()._cdata))  # noqa: SLF001  # torch has no public way
 
 
