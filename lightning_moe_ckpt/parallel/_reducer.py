@@ -305,7 +305,6 @@ class GradientReducer:
         """This rank's values. The owner of a flag sets and clears it; a signal handler may do so at any time."""
         self.agreed: dict[str, int] = dict(self.flags)
         """Maximum of each flag over all ranks, from the last reduction."""
-        self._flag_names = tuple(self.flags)
         self._lane = CollectiveQueue()
         self.pieces = PieceExchange(shards, self._lay_out_pieces, self._lane, whole_gradients=whole_gradients)
         self._sync = self._armed = False
@@ -527,10 +526,10 @@ class GradientReducer:
         own = slice(first + self._groups.ep_rank * num_own, first + (self._groups.ep_rank + 1) * num_own)
         votes = [int(present[fqn]) for fqn in self._replicated] + [0] * (self._groups.ep_size * num_own)
         votes[own] = [int(present[fqn]) for fqn in self._own_experts]
-        exchanged = torch.tensor([*votes, *(self.flags[name] for name in self._flag_names)], dtype=torch.int32)
+        exchanged = torch.tensor([*votes, *(self.flags[name] for name in self.flags)], dtype=torch.int32)
         dist.all_reduce(exchanged, dist.ReduceOp.MAX, group=self._groups.groups["stage_control"])
         found: list[int] = exchanged.tolist()
-        self.agreed = dict(zip(self._flag_names, found[len(votes) :], strict=True))
+        self.agreed = dict(zip(self.flags, found[len(votes) :], strict=True))
         return {
             **dict(zip(self._replicated, map(bool, found[:first]), strict=True)),
             **dict(zip(self._own_experts, map(bool, found[own]), strict=True)),
