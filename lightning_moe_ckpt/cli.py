@@ -376,6 +376,18 @@ _LOOKING = [
 
 # -- benchmarks
 
+_FITS: list[click.Parameter] = [
+    _flag("--breakdown", "Where the time goes: by hook, by thread beside."),
+    number("--rounds", 5, "Turns of every fit."),
+    number("--steps", 16, "Steps of a turn that count."),
+    number("--settle", 8, "Steps of a turn before them."),
+    number("--warm-up", 28, "Steps before those of the first turn that count."),
+    _option("--precision", "Of the Trainer.", default="32-true"),
+    number("--blocks", 2, "Transformer blocks."),
+    number("--dim", 128, "Model dimension; experts are four times as wide."),
+    number("--experts", 16, "Experts per block."),
+    number("--batch-size", 1, "Crops of 64 tokens per step."),
+]
 BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what others leave behind
     "in-place": (
         "Seconds from a SIGKILL to the first new step: moe-ckpt run, with and without a spare, and torchrun.",
@@ -405,19 +417,18 @@ BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what others
         "What checkpoints add to a step, in memory only and with storage, beside other systems; where the time goes.",
         [
             _option("--variants", "What is measured (default: the usual ones); a wrong name lists them.", "A,B"),
-            _flag("--breakdown", "Microseconds by hook, and CPU time by thread beside, of each policy."),
             number("--ranks", 1, "Processes of every fit."),
             number("--expert-parallel", 1, "Of them share one set of experts."),
-            number("--rounds", 5, "Turns of every fit."),
-            number("--steps", 16, "Steps of a turn that count."),
-            number("--settle", 8, "Steps of a turn before them."),
-            number("--warm-up", 28, "Steps before those of the first turn that count."),
-            _option("--precision", "Of the Trainer.", default="32-true"),
-            number("--blocks", 2, "Transformer blocks."),
-            number("--dim", 128, "Model dimension; experts are four times as wide."),
-            number("--experts", 16, "Experts per block."),
-            number("--batch-size", 1, "Crops of 64 tokens per step."),
+            *_FITS,
             _option("--url", "Folder for checkpoints, which stay (default: a temporary folder).", "URL"),
+        ],
+    ),
+    "strategy": (
+        "What MoEStrategy adds to a step beside DDP, without checkpoints, and where its reducer spends it.",
+        [
+            _option("--strategy-ranks", "Ranks of the trainings, one after another.", "N,N", default="1,2"),
+            _flag("--spread-experts", "Give each rank experts of its own, which DDP does not reduce."),
+            *_FITS,
         ],
     ),
     "native": (

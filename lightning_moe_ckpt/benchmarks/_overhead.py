@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,11 +31,12 @@ from typing import Any, NamedTuple
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from rich.console import RenderableType
 from typing_extensions import Self, override
 
 from lightning_moe_ckpt.benchmarks._benchmark import Cost, Goal, Progress, accelerator_for, medians, rounds_of, table_of
-from lightning_moe_ckpt.benchmarks._breakdown import HookMeter, ThreadTimes, breakdown_of, per_step
+from lightning_moe_ckpt.benchmarks._breakdown import CostMeter, HookMeter, ThreadTimes, breakdown_of, per_step
 from lightning_moe_ckpt.benchmarks._fits import (
     BenchModel,
     HandOver,
@@ -52,6 +54,9 @@ from lightning_moe_ckpt.benchmarks._fits import (
 from lightning_moe_ckpt.benchmarks._variants import PEERS, VARIANTS, Variant, checkpoint_of, chosen_variants
 from lightning_moe_ckpt.callbacks import ExpertLoadMonitor
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
+from lightning_moe_ckpt.fit.loops._port import ignore_names
+from lightning_moe_ckpt.parallel import GradientReducer, build_groups, expert_parallel_fqns, set_current_groups
+from lightning_moe_ckpt.parallel._reducer import WholeGradient
 from lightning_moe_ckpt.session import Report
 from lightning_moe_ckpt.storage import wrapping_backends
 from lightning_moe_ckpt.strategy import MoEStrategy
@@ -146,11 +151,10 @@ class _Fit:
         size = size_of(options)
         resting = wrapping_backends(gate.backend) if self.variant.memory_only else nullcontext()
         model = _Late(size)
-        moe = MoEStrategy(expert_parallel=options.expert_parallel, shard_optimizer=self.variant.shard_optimizer)
         with one_thread(), quiet_lightning(), patient_storage(), resting:
             trainer = bench_trainer(
                 accelerator=accelerator_for(options.accelerator, ranks),
-                strategy=moe if ranks > 1 else "auto",
+                strategy=_strategy_of(self.variant, options),
                 devices=ranks,
                 precision=options.precision,
                 callbacks=[measured, *beside, *([checkpoint] if checkpoint is not None else [])],
@@ -160,6 +164,45 @@ class _Fit:
             )
             # One batch more than it takes, so that no epoch ends.
             trainer.fit(model, random_tokens(size, ranks * (total_steps + 1)))
+
+
+REDUCING = {
+    name: [f"{owner.__module__}:{owner.__name__} {name}"]
+    for owner, names in ((GradientReducer, ("prepare", "_on_gradient", "finish")), (WholeGradient, ("send",)))
+    for name in names
+}
+"""Methods in which gradients are reduced, by class; hooks contain the copies in `send`."""
+
+
+class _ExpertDdp(DDPStrategy):
+    """DDP without experts where these are spread, as their libraries advise."""
+
+    def __init__(self, expert_parallel: int) -> None:
+        super().__init__()
+        self._size = expert_parallel
+
+    @override
+    def setup_distributed(self) -> None:
+        super().setup_distributed()
+        set_current_groups(build_groups(self._size, timedelta(minutes=5)))
+
+    @override
+    def configure_ddp(self) -> None:
+        assert self.lightning_module is not None
+        ignore_names(self.lightning_module, expert_parallel_fqns(self.lightning_module))
+        super().configure_ddp()
+
+
+def _strategy_of(variant: Variant, options: SimpleNamespace) -> Strategy | str:
+    expert_parallel = options.expert_parallel
+    if variant.strategy == "ddp":
+        return _ExpertDdp(expert_parallel)
+    if options.ranks == 1 and not variant.strategy:
+        return "auto"
+    reduction: Any = variant.strategy or "ordered"
+    return MoEStrategy(
+        expert_parallel=expert_parallel, shard_optimizer=variant.shard_optimizer, gradient_reduction=reduction
+    )
 
 
 class _Clocks(NamedTuple):
@@ -183,7 +226,11 @@ class _Turns(Callback):
         self._variant, self._gate, self._hand_over = variant, gate, hand_over
         self._checkpoint = checkpoint if isinstance(checkpoint, CheckpointCallback) else None
         self._peer = peer = checkpoint if self._checkpoint is None else None
-        self._meter = HookMeter(peer) if options.breakdown and checkpoint is not None else None
+        self._meters = list[CostMeter]()
+        if options.breakdown and variant.strategy:
+            self._meters.append(CostMeter(REDUCING))
+        elif options.breakdown and checkpoint is not None:
+            self._meters.append(HookMeter(peer))
         self._before: _Before
         self._clocks: list[_Clocks] = []
         self._skipping: list[bool] = []
@@ -219,12 +266,12 @@ class _Turns(Callback):
         self._gate.open()
 
     def _read(self) -> _Before:
-        meter, checkpoint = self._meter, self._checkpoint
+        checkpoint = self._checkpoint
         return _Before(
             checkpoint.report if checkpoint is not None else None,
             getattr(self._peer, "seconds", 0.0),
-            meter.costs() if meter is not None else {},
-            ThreadTimes.now() if meter is not None else None,
+            {name: cost for meter in self._meters for name, cost in meter.costs().items()},
+            ThreadTimes.now() if self._meters else None,
         )
 
     def _costs(self, after: _Before) -> StepCosts:
@@ -274,7 +321,7 @@ def _gained(earlier: _Before, later: _Before, num_steps: int) -> dict[str, Any]:
     }
 
 
-class _Ranks(ExitStack):
+class FitRanks(ExitStack):
     """The processes of one variant, whose turns begin and end together."""
 
     def __init__(self, variant: Variant, url: str, memory: Path, options: SimpleNamespace, num_turns: int) -> None:
@@ -342,9 +389,9 @@ def measure(
     with bench_folders() as (folder, memory), ExitStack() as stack:
         base = folder.as_uri() if options.url is None else options.url.rstrip("/")
 
-        def ranks(variant: Variant, num_turns: int) -> _Ranks:
+        def ranks(variant: Variant, num_turns: int) -> FitRanks:
             return stack.enter_context(
-                _Ranks(variant, f"{base}/{variant.name}", memory / variant.name, options, num_turns)
+                FitRanks(variant, f"{base}/{variant.name}", memory / variant.name, options, num_turns)
             )
 
         bare, takers = ranks(none, num_pairs), {each: ranks(each, options.rounds) for each in variants}
@@ -412,14 +459,15 @@ def _beside(costs: StepCosts) -> float:
 
 def _by_name(rounds: Sequence[StepCosts]) -> dict[str, Any]:
     """Return the medians over all rounds by name; a name that a round lacks is 0 there."""
-    stalls = _medians([run.stall_seconds for run in rounds])
-    walls = _medians([{name: cost.wall for name, cost in run.hooks.items()} for run in rounds])
-    cpu = _medians([{name: cost.cpu for name, cost in run.hooks.items()} for run in rounds])
+    stalls = medians_by_name([run.stall_seconds for run in rounds])
+    walls = medians_by_name([{name: cost.wall for name, cost in run.hooks.items()} for run in rounds])
+    cpu = medians_by_name([{name: cost.cpu for name, cost in run.hooks.items()} for run in rounds])
     hooks = {name: Cost(walls[name], cpu[name]) for name in walls}
-    return {"stall_seconds": stalls, "hooks": hooks, "threads": _medians([run.threads for run in rounds])}
+    return {"stall_seconds": stalls, "hooks": hooks, "threads": medians_by_name([run.threads for run in rounds])}
 
 
-def _medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def medians_by_name(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return each name's median; 0 counts where a round lacks the name."""
     names = sorted({name for run in rounds for name in run})
     return {name: statistics.median(run.get(name, 0.0) for run in rounds) for name in names}
 

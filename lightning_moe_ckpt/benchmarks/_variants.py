@@ -181,10 +181,14 @@ class Variant:
     """Whether storage rests."""
     shard_optimizer: bool = False
     """Whether each rank keeps the optimizer's state for a piece of every parameter."""
+    strategy: str = ""
+    """`ddp`, or the `gradient_reduction` of `MoEStrategy`; empty for what trains beside checkpoints."""
 
     @property
     def name(self) -> str:
         """Name on the command line."""
+        if self.strategy:
+            return self.strategy
         if self.shard_optimizer:
             return f"zero1-{replace(self, shard_optimizer=False).name}"
         return f"{self.system}{self.every or ''}{'-memory' if self.memory_only and self.system not in PEERS else ''}"

@@ -50,6 +50,8 @@ def ordered_all_reduce(
         `flat`, equal in bits on all ranks.
     """
     ranks = group.size()
+    if is_same_sum(flat.dtype, group):
+        return plain_all_reduce(flat, group, divisor=divisor)
     padded = -(-flat.numel() // ranks) * ranks
     sent = flat if flat.numel() == padded else F.pad(flat, (0, padded - flat.numel()))
     received = torch.empty_like(sent) if scratch is None else scratch[:padded]
@@ -58,6 +60,11 @@ def ordered_all_reduce(
     _sum_into_first(received_RC, divisor)
     share_first(received_RC, sent, group)
     return flat if sent is flat else flat.copy_(sent[: flat.numel()])
+
+
+def is_same_sum(dtype: torch.dtype, group: dist.ProcessGroup) -> bool:
+    """Return whether any all-reduce gives the bits of `ordered_all_reduce`: two numbers have one sum."""
+    return group.size() == 2 and dtype not in _WIDER
 
 
 def ordered_reduce_scatter(

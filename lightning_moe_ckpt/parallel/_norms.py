@@ -179,10 +179,12 @@ def _packed(tensors: Sequence[Tensor], width: int) -> Iterator[Tensor]:
     zeros, spans, filled = tensors[0].new_zeros(width), list[Tensor](), 0
     for tensor in tensors:
         flat = tensor.detach().reshape(-1)
-        large = flat.numel() > (most // 8 if in_place else most)
-        for span in torch.split(flat, _lengths(flat.numel(), width, most)) if large else (flat,):
+        large, as_is = flat.numel() > (most // 8 if in_place else most), in_place and flat.dtype is wide
+        for span in (
+            torch.split(flat, _lengths(flat.numel(), width, flat.numel() if as_is else most)) if large else (flat,)
+        ):
             tail = -span.numel() % width
-            alone = large and in_place and not tail and flat.dtype is wide
+            alone = large and as_is and not tail
             if filled and (alone or filled + span.numel() + tail > most):
                 yield torch.cat(spans, out=memory[:filled]).view(-1, width)
                 spans, filled = [], 0

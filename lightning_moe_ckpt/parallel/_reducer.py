@@ -1,8 +1,9 @@
 """Reduce gradients over the ranks that share a parameter, with bits that no bucket, freeze or restart can change.
 
-Hooks copy each finished gradient into a static flat buffer. Full buckets are reduced during the rest of the backward
-pass, in the same order on all ranks. A missing gradient (frozen or unused, perhaps on this rank only) counts as zero,
-and stays `None` only if no replica has one.
+Hooks copy each finished gradient into a static flat buffer, and let `.grad` be its place there. Full buckets are reduced
+during the rest of the backward pass, in the same order on all ranks. A missing gradient (frozen or unused, perhaps on this
+rank only) counts as zero, and stays `None` only if no replica has one. A gradient that was there before backward keeps its
+memory. Gradients that somebody keeps from an earlier step are never overwritten: the buffer leaves its memory to them.
 
 * Replicated parameters: the mean over all the stage's ranks, which is the world without pipelining.
 * Expert-parallel parameters: the sum over the ranks that hold the same experts, divided by the count of the stage's ranks,
@@ -36,6 +37,7 @@ from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.parallel._collectives import (
     CollectiveQueue,
+    is_same_sum,
     ordered_all_reduce,
     ordered_reduce_scatter,
     plain_all_reduce,
@@ -117,6 +119,8 @@ class _Bucket:
     scratch: Tensor
     """Memory as long as the bucket, shared by all buckets: one is reduced at a time."""
     group: dist.ProcessGroup
+    direct: bool = False
+    """Whether the backend's all-reduce does, which is then begun at once; several may be under way."""
     complete_at: int
     """Position, in reverse order of registration, of the last parameter that the bucket waits for."""
     num_slots: int = 0
@@ -133,6 +137,8 @@ class _Gradient:
     parameter: nn.Parameter
     buckets: list[_Bucket]
     ready: bool = False
+    fresh: bool = True
+    """Whether there was no gradient before this backward."""
     hook: RemovableHandle | None = field(default=None, repr=False)
 
     def fill(self) -> None:
@@ -155,22 +161,67 @@ class _Gradient:
 
 
 @dataclass(kw_only=True, eq=False)
-class _WholeGradient(_Gradient):
+class WholeGradient(_Gradient):
+    """A gradient that all ranks get, in its place of the flat vector."""
+
     flat: Tensor
-    """Place in the flat vector, in the parameter's shape."""
+    """Place in the flat vector, in the parameter's shape and strides."""
 
     @override
     def send(self, grad: Tensor | None) -> None:
-        _ = self.flat.zero_() if grad is None else self.flat.copy_(grad)
+        if grad is None:
+            self.flat.zero_()
+        elif grad.data_ptr() != self.flat.data_ptr():
+            self.flat.copy_(grad)
+            if self.fresh and grad.dtype is self.flat.dtype and not torch.is_grad_enabled():  # else it has a graph
+                self.parameter.grad = self.flat.data  # with versions of its own; backward's memory is free for the next
 
     @override
     def write_back(self, *, present: bool) -> None:
-        if not present:
-            return
-        if self.parameter.grad is None:
-            self.parameter.grad = self.flat.clone()  # not a view: the buffer is overwritten in the next step
-        else:
-            self.parameter.grad.copy_(self.flat)
+        grad = self.parameter.grad
+        if grad is None:
+            self.parameter.grad = self.flat.data if present else None
+        elif grad.data_ptr() != self.flat.data_ptr():
+            grad.copy_(self.flat)
+
+
+class _FlatVector:
+    """Memory for one kind's whole gradients, new whenever somebody keeps a gradient in it."""
+
+    def __init__(
+        self, layout: BucketLayout, flat: Tensor, gradients: list[WholeGradient], buckets: list[_Bucket]
+    ) -> None:
+        self._layout, self._gradients, self._buckets = layout, gradients, buckets
+        self._take(flat)
+
+    def begin_step(self) -> None:
+        """Look for gradients from earlier steps; call before each backward."""
+        users = self._own_users
+        for gradient in self._gradients:
+            grad = gradient.parameter.grad
+            gradient.fresh = grad is None
+            users += grad is not None and grad.data_ptr() == gradient.flat.data_ptr()
+        if _users_of(self._flat) > users:
+            self._take(torch.zeros_like(self._flat))
+
+    def _take(self, flat: Tensor) -> None:
+        self._flat = flat
+        for at, bucket in enumerate(self._buckets):
+            bucket.flat = flat[slice(*self._layout.interval(at))]
+        for gradient, slot in zip(self._gradients, self._layout.slots.values(), strict=True):
+            gradient.flat = _shaped(flat[slot.start : slot.stop], gradient.parameter)
+        self._own_users = _users_of(flat)
+
+
+def _shaped(part: Tensor, like: Tensor) -> Tensor:
+    """Return a view in the parameter's shape and strides, which fused optimizers want."""
+    is_dense = torch.empty_like(like, device="meta").stride() == like.stride()
+    return part.as_strided(like.shape, like.stride()) if is_dense else part.view(like.shape)
+
+
+def _users_of(flat: Tensor) -> int:
+    """Return how many tensors use this memory."""
+    return int(torch._C._storage_Use_Count(flat.untyped_storage()._cdata))  # noqa: SLF001  # torch has no public way
 
 
 @dataclass(kw_only=True, eq=False)
@@ -191,11 +242,24 @@ class _PieceGradient(_Gradient):
         self.shard.stepped.grad = self.memory.own_piece(self.fqn) if present else None
 
 
+def _keep_heap(nbytes: int) -> None:
+    """Let freed gradients stay in the process, which would else fetch their pages anew in each step.
+
+    glibc gives the free end of its heap back if longer than twice the largest block below 32 MiB that was mapped alone and freed.
+    """
+    torch.empty(min(nbytes, 2**25 - 2**16), dtype=torch.uint8)
+
+
+def _ended(begun: dist.Work, flat: Tensor, divisor: int) -> Tensor:
+    begun.wait()
+    return flat.div_(divisor) if divisor != 1 else flat
+
+
 class GradientReducer:
     """Average of gradients over ranks during backward.
 
     Call `prepare(sync=...)` before each backward and `finish()` after it. Gradients are reduced once `finish` returns. The
-    reducer needs memory for a second copy of the gradients and for one bucket.
+    reducer holds the memory of gradients, also between steps, and of one bucket.
 
     Args:
         named_parameters: all parameters, in the same order on every rank of the stage. A parameter is reduced if it requires
@@ -241,12 +305,12 @@ class GradientReducer:
         """This rank's values. The owner of a flag sets and clears it; a signal handler may do so at any time."""
         self.agreed: dict[str, int] = dict(self.flags)
         """Maximum of each flag over all ranks, from the last reduction."""
-        self._flag_names = tuple(self.flags)
         self._lane = CollectiveQueue()
         self.pieces = PieceExchange(shards, self._lay_out_pieces, self._lane, whole_gradients=whole_gradients)
         self._sync = self._armed = False
         self._gradients: dict[str, _Gradient] = {}
         self._queue: list[_Bucket] = []
+        self._vectors: list[_FlatVector] = []
         self._launched: list[Future[Tensor]] = []
         self._unshared: list[str] = []
         self._build()
@@ -269,6 +333,8 @@ class GradientReducer:
         if any(p.requires_grad and fqn not in self._known for fqn, p in self._parameters.items()):
             self._build()
         self._launched.clear()
+        for vector in self._vectors:
+            vector.begin_step()
         for bucket in self._queue:
             bucket.pending = bucket.num_slots
             bucket.writers.clear()
@@ -317,7 +383,8 @@ class GradientReducer:
         """Lay out the parameters that require a gradient on any rank of the stage. Collective."""
         self.close()
         self._known = self._agree_on_names() if self._groups.world_size > 1 else frozenset(self._parameters)
-        self._gradients, self._queue, self._unshared, shards = {}, [], [], self.pieces.shards
+        self._gradients, self._queue, self._vectors, self._unshared, shards = {}, [], [], [], self.pieces.shards
+        _keep_heap(sum(parameter.nbytes for parameter in self._parameters.values() if parameter.is_cpu))
         if self._groups.world_size == 1:
             return
         order = {fqn: position for position, fqn in enumerate(reversed(self._parameters))}
@@ -334,10 +401,18 @@ class GradientReducer:
                 multiple=group.size(),
             )
             self._lay_out(layout, torch.zeros(layout.numel, dtype=dtype, device=device), group, order)
+        # All of a group's or none: ranks have to agree on the order, and the lane's thread begins the others.
+        apart = {each.group for each in self._queue if not self._is_plain(each)}
+        for bucket in self._queue:
+            bucket.direct = bucket.group not in apart
         self._queue.sort(key=lambda bucket: bucket.complete_at)
         self._replicated = [fqn for fqn in self._parameters if fqn in self._known - self._sharded]
         self._own_experts = [fqn for fqn in self._parameters if fqn in self._known & self._sharded]
         log.debug("gradient reduction %s: %d gradients in %d buckets", self._mode, len(self._known), len(self._queue))
+
+    def _is_plain(self, bucket: _Bucket) -> bool:
+        same = self._mode == "allreduce" or is_same_sum(bucket.flat.dtype, bucket.group)
+        return same and bucket.own is None and bucket.flat.is_cpu
 
     def _agree_on_names(self) -> frozenset[str]:
         own = [fqn for fqn, parameter in self._parameters.items() if parameter.requires_grad]
@@ -357,14 +432,15 @@ class GradientReducer:
 
     def _lay_out(self, layout: BucketLayout, flat: Tensor, group: dist.ProcessGroup, order: Mapping[str, int]) -> None:
         scratch = torch.empty_like(flat[: layout.bucket_numel])
-        buckets = [
-            _Bucket(flat=flat[slice(*layout.interval(bucket))], scratch=scratch, group=group, complete_at=-1)
-            for bucket in range(layout.num_buckets)
+        buckets = [_Bucket(flat=flat, scratch=scratch, group=group, complete_at=-1) for _ in range(layout.num_buckets)]
+        gradients = [
+            WholeGradient(
+                fqn=fqn, parameter=self._parameters[fqn], flat=flat, buckets=[buckets[at] for at in slot.buckets]
+            )
+            for fqn, slot in layout.slots.items()
         ]
-        for fqn, slot in layout.slots.items():
-            parameter, waiting = self._parameters[fqn], [buckets[bucket] for bucket in slot.buckets]
-            view = flat[slot.start : slot.stop].view(parameter.shape)
-            self._gradients[fqn] = _WholeGradient(fqn=fqn, parameter=parameter, flat=view, buckets=waiting)
+        self._vectors.append(_FlatVector(layout, flat, gradients, buckets))
+        self._gradients.update((gradient.fqn, gradient) for gradient in gradients)
         self._enqueue(buckets, layout.slots, order)
 
     def _lay_out_pieces(self, shards: Mapping[str, OptimizerShard]) -> list[ShardBuckets]:
@@ -426,9 +502,12 @@ class GradientReducer:
             self._launched.append(self._launch(self._queue[position]))
 
     def _launch(self, bucket: _Bucket) -> Future[Tensor]:
+        divisor = self._groups.stage_size
+        if bucket.direct:
+            begun = dist.all_reduce(bucket.flat, group=bucket.group, async_op=True)
+            return self._lane.submit(lambda: _ended(begun, bucket.flat, divisor), bucket.flat.device, bucket.writers)
         own = () if bucket.own is None else (bucket.own,)
         reduce = _REDUCE[self._mode][len(own)]
-        divisor = self._groups.stage_size
         return self._lane.submit(
             lambda: reduce(bucket.flat, *own, bucket.group, divisor=divisor, scratch=bucket.scratch),
             device=bucket.flat.device,
@@ -447,10 +526,10 @@ class GradientReducer:
         own = slice(first + self._groups.ep_rank * num_own, first + (self._groups.ep_rank + 1) * num_own)
         votes = [int(present[fqn]) for fqn in self._replicated] + [0] * (self._groups.ep_size * num_own)
         votes[own] = [int(present[fqn]) for fqn in self._own_experts]
-        exchanged = torch.tensor([*votes, *(self.flags[name] for name in self._flag_names)], dtype=torch.int32)
+        exchanged = torch.tensor([*votes, *(self.flags[name] for name in self.flags)], dtype=torch.int32)
         dist.all_reduce(exchanged, dist.ReduceOp.MAX, group=self._groups.groups["stage_control"])
         found: list[int] = exchanged.tolist()
-        self.agreed = dict(zip(self._flag_names, found[len(votes) :], strict=True))
+        self.agreed = dict(zip(self.flags, found[len(votes) :], strict=True))
         return {
             **dict(zip(self._replicated, map(bool, found[:first]), strict=True)),
             **dict(zip(self._own_experts, map(bool, found[own]), strict=True)),

@@ -3,7 +3,7 @@
 from lightning.pytorch.strategies import StrategyRegistry as _StrategyRegistry
 
 from lightning_moe_ckpt.fit._cli import explain_errors as _explain_errors
-from lightning_moe_ckpt.strategy._strategy import MoEStrategy as MoEStrategy
+from lightning_moe_ckpt.strategy._moe_strategy import MoEStrategy as MoEStrategy
 
 MoEStrategy.register_strategies(_StrategyRegistry)
 

@@ -31,12 +31,13 @@ from benchmarks.persist import CPU, LOCAL, OBJECT, STEP, PersistFigure
 from benchmarks.scale import MEASURED as MEASURED_BY_SCALE
 from benchmarks.scale import Growth, ScaleFigure, sizes_of
 from benchmarks.selection import SelectionFigure
-from lightning_moe_ckpt.benchmarks import _in_place, _native, _overhead, _recovery
+from lightning_moe_ckpt.benchmarks import _in_place, _native, _overhead, _recovery, _strategy
 from lightning_moe_ckpt.benchmarks._benchmark import Cost, Machine, accelerator_for, rounds_of, show_table, table_of
 from lightning_moe_ckpt.benchmarks._in_place import FailureFigure, MeasuredFailure
 from lightning_moe_ckpt.benchmarks._native import NativeFigure
 from lightning_moe_ckpt.benchmarks._overhead import OverheadFigure
 from lightning_moe_ckpt.benchmarks._recovery import CASES, HostRestoreFigure, Recovery, RecoveryFigure
+from lightning_moe_ckpt.benchmarks._strategy import StrategyFigure
 from lightning_moe_ckpt.benchmarks._variants import chosen_variants
 from lightning_moe_ckpt.cli import main, run
 from lightning_moe_ckpt.errors import ConfigurationError
@@ -94,6 +95,7 @@ TINY = {
         *("--persist-dim", "32"),
     ),
     "overhead": (*TINY_FITS, "--variants", ",".join(MEASURED)),
+    "strategy": (*TINY_FITS, "--strategy-ranks", "2", "--breakdown"),
     "differential": (
         *("--differential-steps", "10", "--differential-every", "4", "--differential-dim", "32"),
         *("--differential-elements", "1000", "--differential-repeats", "1"),
@@ -193,6 +195,21 @@ def test_what_checkpoints_add_is_relative_to_training_without(overhead: dict[str
         assert 0 < 0.99 * figure.thread_seconds <= figure.process_seconds, "the clocks have different grains"
         assert (figure.overhead_seconds > 0) == (figure is not none)
         assert (figure.hooks, figure.threads) == ({}, {}), "measured with --breakdown only"
+
+
+def test_a_strategy_is_measured_beside_ddp() -> None:
+    """Both reductions and a second DDP have a ratio from each round; parts are those of the reducer."""
+    figures = [StrategyFigure(**row) for row in _document("strategy")["strategy"]]
+    assert [figure.strategy for figure in figures] == ["ordered", "allreduce", "ddp again"]
+    for figure in figures:
+        low, high = figure.ratio_range
+        assert 0 < low <= figure.ratio <= high
+        assert figure.cpu_ratio > 0
+        assert (figure.parts != {}) == (figure.strategy != "ddp again")
+        assert all(seconds >= 0 for seconds in figure.parts.values())
+    shown = _shown(_strategy.table(figures))
+    assert "at most 1.02 times" in shown
+    assert sum(line.rstrip(" │").endswith("met") for line in shown.splitlines()) == 2, "each reduction has an outcome"
 
 
 def test_only_steps_after_the_warm_up_are_measured(overhead: dict[str, OverheadFigure]) -> None:

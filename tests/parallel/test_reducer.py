@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from datetime import timedelta
@@ -269,6 +270,118 @@ def test_the_result_is_not_a_view_of_the_bucket() -> None:
         return same(kept, copies)
 
     assert all(run_world(3, work))
+
+
+def test_gradients_lie_in_the_buckets_and_leave_them_to_who_keeps_one() -> None:
+    """Memory is the same in each step, unless a gradient, or a view of one, is kept."""
+
+    def work(rank: int) -> list[bool]:
+        model = build()
+        reducer = reducer_of(model)
+
+        def places() -> list[int]:
+            return [p.grad.data_ptr() for p in model.parameters() if p.grad is not None]
+
+        def again(step: int) -> list[int]:
+            model.zero_grad()
+            step_with(reducer, model, rank, ["a"] if rank == step % 2 else [], step=step)
+            return places()
+
+        first = again(0)
+        lies = max(first) - min(first) < sum(p.nbytes for p in model.parameters())
+        stays = again(1) == first
+        grad = dict(model.named_parameters())["layers.b.weight"].grad
+        assert grad is not None
+        kept, copy_of_it = grad, grad.clone()
+        del grad
+        moved = set(again(2)).isdisjoint(first)
+        return [lies, stays, moved, torch.equal(kept, copy_of_it), again(3) == again(4)]
+
+    assert run_world(2, work) == [[True] * 5] * 2
+
+
+@pytest.mark.parametrize("mode", ["ordered", "allreduce"])
+def test_gradients_that_are_zeroed_in_place_have_the_bits_of_fresh_ones(mode: ReductionMode) -> None:
+    """Layers that some ranks leave out at some steps, and accumulation in front of every second reduction."""
+
+    def work(rank: int) -> bool:
+        models = build(), build()
+        reducers = [reducer_of(model, mode=mode) for model in models]
+        found = []
+        for step in range(6):
+            for model, reducer, to_none in zip(models, reducers, (True, False), strict=True):
+                model.zero_grad(set_to_none=to_none)
+                for part in range(1 + step % 2):
+                    reducer.prepare(sync=part == step % 2)
+                    model(tokens(rank, 7 * step + part), ["b"] if (rank + step) % 3 == 0 else []).backward()
+                    reducer.finish()
+            none, zero = (gradients(model) for model in models)
+            # A gradient that was there stays, as zero, in place of `None`.
+            filled = {name: zero[name] if grad is None else grad for name, grad in none.items()}
+            found.append(same(filled, zero) and any(grad is not None for grad in none.values()))
+        return all(found)
+
+    assert all(run_world(2, work))
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_gradient_that_was_there_keeps_its_tensor(graph: bool) -> None:
+    """A tensor of the user's gets the mean in place, and a gradient with a graph keeps the graph."""
+
+    def work(rank: int) -> tuple[bool, Gradients]:
+        warnings.simplefilter("ignore")  # torch advises against graphs of gradients
+        model = build()
+        reducer = reducer_of(model)
+        weight = dict(model.named_parameters())["layers.a.weight"]
+        own = weight.grad = torch.zeros_like(weight)
+        reducer.prepare(sync=True)
+        torch.autograd.backward(model(tokens(rank)), create_graph=graph)
+        reducer.finish()
+        bias = dict(model.named_parameters())["layers.b.bias"].grad
+        assert bias is not None
+        kept = bias.grad_fn is not None if graph else weight.grad is own
+        return kept, {name: None if grad is None else grad.detach() for name, grad in gradients(model).items()}
+
+    per_rank = [local_gradients(rank) for rank in range(2)]
+    want = {name: mean_in_rank_order(per_rank, name) for name in per_rank[0]}
+    for kept, got in run_world(2, work):
+        assert kept
+        assert same(got, want)
+
+
+def test_elements_have_the_order_of_the_parameter_as_fused_optimizers_want() -> None:
+    """Convolutions in `channels_last`."""
+
+    def work(rank: int) -> bool:
+        torch.manual_seed(0)
+        conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        optimizer = torch.optim.AdamW(conv.parameters(), fused=True)
+        reducer = reducer_of(conv)
+        image = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(rank))
+        for _ in range(2):
+            optimizer.zero_grad()
+            reducer.prepare(sync=True)
+            conv(image).square().sum().backward()
+            reducer.finish()
+            optimizer.step()
+        grad = conv.weight.grad
+        return grad is not None and grad.stride() == conv.weight.stride()
+
+    assert all(run_world(2, work))
+
+
+@pytest.mark.parametrize("nbytes", [64, 4_000, 10**6])
+def test_two_ranks_have_the_bits_of_the_sum_in_rank_order(nbytes: int) -> None:
+    """Whatever the backend's algorithm: several all-reduces are under way at once."""
+
+    def work(rank: int) -> Gradients:
+        model = build()
+        step_with(reducer_of(model, nbytes), model, rank)
+        return gradients(model)
+
+    per_rank = [local_gradients(rank) for rank in range(2)]
+    want = {name: mean_in_rank_order(per_rank, name) for name in per_rank[0]}
+    assert all(same(got, want) for got in run_world(2, work))
 
 
 def test_sixteen_bit_gradients_are_added_in_fp32_and_rounded_once() -> None:

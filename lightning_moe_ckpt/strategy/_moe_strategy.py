@@ -50,7 +50,6 @@ from lightning_moe_ckpt.parallel import (
     stepped_of,
 )
 from lightning_moe_ckpt.parallel._expert_parallel import zero_filled
-from lightning_moe_ckpt.strategy._checks import check_module
 from lightning_moe_ckpt.strategy._model_state import (
     BufferSync,
     gather_module_state,
@@ -67,6 +66,7 @@ from lightning_moe_ckpt.strategy._optimizer_shards import (
     tap_lightning,
 )
 from lightning_moe_ckpt.strategy._pipelined import PipelinedStrategy
+from lightning_moe_ckpt.strategy._stage import check_module
 
 log = rank_logger(__name__)
 
