@@ -382,8 +382,8 @@ def _checkpointing(rng: random.Random) -> Checkpointing:
     if rng.random() < 0.35:
         return _in_memory(Checkpointing(policy="dense", every_n_steps=rng.randint(1, 4)), rng)
     window: Any = "auto" if rng.random() < 0.1 else rng.randint(1, 6)
-    order = rng.choice(["popularity", "fixed", "back_to_front"])
-    return _in_memory(Checkpointing(policy="sparse", window=window, order=order), rng)
+    sparse = Checkpointing(policy="sparse", window=window, order=rng.choice(["popularity", "fixed", "back_to_front"]))
+    return _in_memory(sparse, rng)
 
 
 def _in_memory(checkpointing: Checkpointing, rng: random.Random) -> Checkpointing:

@@ -108,7 +108,7 @@ def _without(
         key=segment_key(generation, rank, STEP),
         nbytes=view.nbytes,
         digest=digest_of(view),
-        records=RecordRows(placed).digested(view),
+        records=RecordRows(placed).digested_with_file(view)[0],
     )
     return entry, view
 

@@ -30,7 +30,7 @@ from lightning_moe_ckpt.native import (
     create_engine,
 )
 from lightning_moe_ckpt.native._choice import USES, cuda_for, verdict
-from lightning_moe_ckpt.tiers import RankMemory, Rings
+from lightning_moe_ckpt.tiers import RankMemory, RingRoom, Rings
 from native.emulator.device import HANGS, Emulator, registered_memory
 
 CUDA = torch.device("cuda", 0)
@@ -696,8 +696,8 @@ def test_a_ring_that_is_made_anew_is_registered_in_the_place_of_the_one_before(
     memory.claim(None)
     engine = _made(make, emulator)
     rings = Rings(memory, engine)
-    for slot_nbytes in (2**16, 2**18):
-        rings.make(slot_nbytes, 2, readers=1, back_to_back=False)
+    for nbytes in (2**16, 2**18):
+        rings.make(RingRoom(steps=[nbytes] * 2, generations=3))
     rings.renew()
     if isinstance(engine, CompiledCudaEngine):
         engine.finish_registering()

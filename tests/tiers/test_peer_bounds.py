@@ -44,7 +44,7 @@ def header(kind: int, *numbers: int, length: int | None = None) -> Header:
     return (kind, len(numbers) if length is None else length, *numbers)
 
 
-def begin(num_segments: int = 2, slot_nbytes: int = NBYTES, is_link: int = 0, names: Header = (5, 0, 1)) -> Header:
+def begin(num_segments: int = 2, slot_nbytes: int = NBYTES, is_link: int = 0, names: Header = (5, 0, 1)) -> Begin:
     made = Begin(header(MessageKind.BEGIN, *names, *[-1] * 6, num_segments, is_link))
     read_on = min(names) >= 0 and max(*names, num_segments) < 100 and is_link < 2
     made.sizes = [slot_nbytes] * num_segments if read_on else []
@@ -145,8 +145,8 @@ def test_whatever_an_owner_says_its_holder_makes_no_room_for_it_and_goes_on(two_
                 for message in talk:
                     say(group, message)
                     if (
-                        getattr(message, "sizes", None) == begin().sizes
-                        and message == begin()
+                        isinstance(message, Begin)
+                        and (message, message.sizes) == (begin(), begin().sizes)
                         and (answer := wire.receive()).kind is not MessageKind.READY
                     ):
                         wrong.append(f"{name}: {answer}")

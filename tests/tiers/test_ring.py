@@ -207,9 +207,9 @@ def test_runs_of_free_slots_join_again() -> None:
     held: dict[int, int] = {}
     for _ in range(3_000):
         if held and draws.random() < 0.5:
-            first = draws.choice(sorted(held))
-            del held[first]
-            pool.give_back([first])
+            gone = draws.choice(sorted(held))
+            del held[gone]
+            pool.give_back([gone])
         else:
             slots = draws.randint(1, 12)
             first = pool.take(slots * 4096)
