@@ -24,17 +24,19 @@ T = TypeVar("T")
 Init = TypeVar("Init", bound=Callable[..., None])
 
 
-class CopyArguments(TypedDict, total=False):
-    """The shared arguments about memory and copies on other nodes; `CheckpointArguments` says what they mean."""
+class StorageArguments(TypedDict, total=False):
+    """The shared arguments about storage and its cost; for their meaning see `CheckpointArguments`."""
 
-    replicas: int | Literal["auto"]
-    memory_generations: Literal["auto", 2, 3]
-    redundancy: bool | Literal["auto"]
-    max_chunk: int | str
-    failure_domains: Sequence[FailureDomain] | None
+    keep: int | None
+    retention: Retention | None
+    resume: Resume
+    storage_options: dict[str, Any] | None
+    bandwidth: int | str | None
+    overhead_target: float | None
+    storage_at_least: timedelta | float | str
 
 
-class CheckpointArguments(CopyArguments, total=False):
+class CheckpointArguments(StorageArguments, total=False):
     """Name the keyword arguments of every checkpoint callback.
 
     Args:
@@ -56,8 +58,8 @@ class CheckpointArguments(CopyArguments, total=False):
             generation to the next: a `timedelta`, seconds, or text such as `10min`.
         replicas: copies of every rank's generations in the memory of other nodes; `auto` is one where the ranks are on
             several nodes, else none.
-        memory_generations: generations for which shared memory is reserved. With 2 a new generation waits for tiers that still read the
-            one before the newest; 3 leaves them time. `auto` takes 3 where that is at most half of the memory that is free on a node.
+        memory_generations: generations in shared memory. With 2 a new generation waits for tiers that still read the
+            one before the newest; 3 leaves them time. `auto` takes 3 where they are at most half of the memory that is free on a node.
         redundancy: whether holders of a copy take what they have in common with its owner (what data parallelism replicates)
             from their own state, at the same boundary, so that it is not sent; `auto` if that is measured to be faster than
             the network, and shared memory has room. Costs memory and copies on the node, and no exactness.
@@ -90,13 +92,11 @@ class CheckpointArguments(CopyArguments, total=False):
             and then. It affects the whole process, and is not done where collections are off or frozen already.
     """
 
-    keep: int | None
-    retention: Retention | None
-    resume: Resume
-    storage_options: dict[str, Any] | None
-    bandwidth: int | str | None
-    overhead_target: float | None
-    storage_at_least: timedelta | float | str
+    replicas: int | Literal["auto"]
+    memory_generations: Literal["auto", 2, 3]
+    redundancy: bool | Literal["auto"]
+    max_chunk: int | str
+    failure_domains: Sequence[FailureDomain] | None
     batches: Batches
     deterministic_dataset: bool
     untouched: Sequence[str]

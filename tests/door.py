@@ -6,7 +6,7 @@ from lightning_moe_ckpt.native._cuda import CompiledCudaTicket, TorchDevice
 from lightning_moe_ckpt.native._gradient import compress_with
 from lightning_moe_ckpt.native._plan import Arrangement, PlannedCopies, PlannedTable, Space
 from lightning_moe_ckpt.recovery._inventory import Inventory, Item, Reader, Stock, memory_of
-from lightning_moe_ckpt.snapshot._layout import as_memoryview
+from lightning_moe_ckpt.snapshot._shards import as_memoryview
 from lightning_moe_ckpt.storage._commit import await_markers, publish
 from lightning_moe_ckpt.storage._log import Cut, History, Log
 from lightning_moe_ckpt.storage._markers import StoredMarker

@@ -61,7 +61,7 @@ def in_turns(ways: Mapping[str, Action], repeats: int) -> dict[str, Cost]:
 
 
 def median(action: Action, repeats: int) -> float:
-    """Return seconds; the first run, which also meets untouched memory, does not count."""
+    """Return seconds; the first run also meets untouched memory, and does not count."""
     return in_turns({"": action}, repeats)[""].wall
 
 

@@ -297,7 +297,7 @@ def forecast_answer(found: Mapping[str, Any], ranks: int) -> Answer:
 _AT_ONCE = 4
 """Ranks whose parts are read and written at the same time; each takes memory for one file."""
 _SKEW_SECONDS = 5.0
-"""Seconds for which nodes wait for each other before they bring an older generation too."""
+"""Seconds until nodes stop waiting for each other, and bring an older generation too."""
 
 
 class Flush:

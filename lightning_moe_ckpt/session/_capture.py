@@ -284,9 +284,10 @@ class CaptureSession:
         assert window is not None
         if self._chain is not None:
             outcome = self._chain.capture(window, outcome)
-        layout = window.layout.steps[step - window.first]
+        index = step - window.first
+        layout, nbytes = window.layout.steps[index], window.layout.sizes[index]
         if step > window.first and self._tiers.outstanding:
-            if not (window.spoiled or window.ring.can_begin([layout.nbytes])):
+            if not (window.spoiled or window.ring.can_begin([nbytes])):
                 with self._stalls.measure("flush"):  # costs less than the window, of which this is not the first step
                     self._tiers.settle(SETTLE_TIMEOUT.total_seconds())
             with self._stalls.measure("exchange"):
@@ -294,7 +295,7 @@ class CaptureSession:
         if window.spoiled:
             return
         try:
-            slot = window.ring.acquire(window.generation, step, layout.nbytes)
+            slot = window.ring.acquire(window.generation, step, nbytes)
             copies = self.memory.copies.of(layout, window.layout)
             record = None
             if self._gradients is not None:  # first: gradients go sooner than the changed parameters

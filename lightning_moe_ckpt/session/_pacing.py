@@ -444,9 +444,11 @@ class Governor:
         """Return the microseconds for which a tier has been idle here, at least 1; 0 while at work."""
         if not worker.idle:
             return 0
-        now = self._clock()
-        ends = (now if tier.busy else tier.idle_since for tier in self.measured.tiers if tier.worker is worker)
-        return 1 + int(min((now - next(ends, -math.inf)) * _PPM, _FOREVER))
+        now, since = self._clock(), -math.inf
+        for tier in self.measured.tiers:
+            if tier.worker is worker:
+                since = now if tier.busy else tier.idle_since
+        return 1 + int(min((now - since) * _PPM, _FOREVER))
 
     def may_work(self, name: str, idle_for: int) -> bool:
         """Return whether a tier may take a generation that has been `idle_for` microseconds on every rank."""

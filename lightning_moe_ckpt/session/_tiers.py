@@ -92,7 +92,7 @@ class Tiers:
         self.governor.agreed([vote.pacing for vote in votes if vote.pacing is not None])
         for index, lane in enumerate(self._lanes):
             lanes = [vote.lanes[index] for vote in votes]
-            lane.idle = self.governor.may_work(lane.worker.name, min(vote.idle for vote in lanes))
+            lane.idle = self.governor.may_work(lane.worker.name, min(lanes).idle)
             complete, given_up = lane.agreed(lanes, filling)
             for generation in given_up:  # first: complete generations are counted without these
                 self._give_up(lane.worker, generation)

@@ -55,11 +55,11 @@ from lightning_moe_ckpt.snapshot._layout import FileLayout as FileLayout
 from lightning_moe_ckpt.snapshot._layout import StateView as StateView
 from lightning_moe_ckpt.snapshot._layout import StepLayout as StepLayout
 from lightning_moe_ckpt.snapshot._layout import WindowLayout as WindowLayout
-from lightning_moe_ckpt.snapshot._layout import owners_of as owners_of
 from lightning_moe_ckpt.snapshot._plan_record import PlanRecord as PlanRecord
 from lightning_moe_ckpt.snapshot._shards import PACKED as PACKED
 from lightning_moe_ckpt.snapshot._shards import ParameterShards as ParameterShards
 from lightning_moe_ckpt.snapshot._shards import ShardTable as ShardTable
+from lightning_moe_ckpt.snapshot._shards import owners_of as owners_of
 from lightning_moe_ckpt.snapshot._watched import Constants as Constants
 from lightning_moe_ckpt.snapshot._watched import Copies as Copies
 from lightning_moe_ckpt.snapshot._watched import DataAccess as DataAccess

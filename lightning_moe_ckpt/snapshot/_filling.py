@@ -35,9 +35,8 @@ from lightning_moe_ckpt.snapshot._layout import (
     FileLayout,
     StepLayout,
     WindowLayout,
-    as_memoryview,
 )
-from lightning_moe_ckpt.snapshot._shards import PACKED, numel_of
+from lightning_moe_ckpt.snapshot._shards import PACKED, as_memoryview, numel_of
 from lightning_moe_ckpt.storage import GenerationId, RecordRows
 from lightning_moe_ckpt.tiers import SealedFile, SealedSegment, StepRecord
 

@@ -436,16 +436,6 @@ class FileLayout:
         return rows
 
 
-def owners_of(rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, tuple[int, ...]]:
-    """Return each expert's position by layer, from each rank's own experts: positions count the first owners."""
-    found: dict[str, tuple[int, ...]] = {}
-    for layer in rows[0]:
-        first = {expert: rank for rank in reversed(range(len(rows))) for expert in rows[rank][layer]}
-        ranks = sorted(set(first.values()))
-        found[layer] = tuple(ranks.index(first[expert]) for expert in sorted(first))
-    return found
-
-
 def _largest_first(region: Region) -> tuple[int, Region]:
     return -len(region), region
 
@@ -566,8 +556,3 @@ class WindowLayout:
     def room(self) -> list[int]:
         """Bytes of the segments of a window, in this plan or a later one."""
         return [self.reserve_nbytes] if self.reserve_nbytes else self.sizes
-
-
-def as_memoryview(buffer_U8: Tensor) -> memoryview:
-    """Return the bytes of a CPU tensor, without a copy."""
-    return memoryview(buffer_U8.numpy())  # type: ignore[arg-type]  # numpy's stubs do not say that arrays are buffers

@@ -7,6 +7,7 @@ of it in the garbage collector.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from json.encoder import encode_basestring_ascii as _quoted
 from operator import attrgetter
@@ -14,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lightning_moe_ckpt.native import Column, Spelled, packed_nbytes
 from lightning_moe_ckpt.policies import Shard, box_text
@@ -126,3 +128,18 @@ class ShardTable:
             ParameterShards(shard.slice.fqn, forms, self._first[own], self.start[own], self.numel[own])
             for (shard, forms), own in zip(self._kinds, np.split(order, bounds), strict=True)
         ]
+
+
+def owners_of(rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, tuple[int, ...]]:
+    """Return each expert's position by layer, from each rank's own experts: positions count the first owners."""
+    found: dict[str, tuple[int, ...]] = {}
+    for layer in rows[0]:
+        first = {expert: rank for rank in reversed(range(len(rows))) for expert in rows[rank][layer]}
+        ranks = sorted(set(first.values()))
+        found[layer] = tuple(ranks.index(first[expert]) for expert in sorted(first))
+    return found
+
+
+def as_memoryview(buffer_U8: Tensor) -> memoryview:
+    """Return the bytes of a CPU tensor, without a copy."""
+    return memoryview(buffer_U8.numpy())  # type: ignore[arg-type]  # numpy's stubs do not say that arrays are buffers

@@ -30,7 +30,8 @@ from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Corrupt, NoUsableGeneration
 from lightning_moe_ckpt.operators import ParameterIndex, memory_of
 from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.snapshot._layout import PARAM, SEGMENT_METADATA, StateView, as_memoryview
+from lightning_moe_ckpt.snapshot._layout import PARAM, SEGMENT_METADATA, StateView
+from lightning_moe_ckpt.snapshot._shards import as_memoryview
 from lightning_moe_ckpt.storage import (
     CONSTANTS,
     GenerationId,

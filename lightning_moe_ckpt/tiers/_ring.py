@@ -32,7 +32,8 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Hashable, Sequence
-from itertools import chain
+from itertools import chain, filterfalse
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -177,8 +178,8 @@ class SegmentRing(ExpertCopies):
         """
         with self._lock:
             complete = [entry for entry in self._generations.values() if entry.state is GenerationState.COMPLETE]
-            going = [entry.slots for entry in complete[: _first_kept(complete, self.keep)] if entry.pins == 0]
-            return self._slots.fits(sizes, chain.from_iterable(going))
+            going = filterfalse(attrgetter("pins"), complete[: _first_kept(complete, self.keep)])
+            return self._slots.fits(sizes, chain.from_iterable(map(attrgetter("slots"), going)))
 
     def fits(self, sizes: Sequence[int], *, link_nbytes: int = 0) -> bool:
         """Return whether windows with segments of these bytes fit here in a row, and differences as well."""

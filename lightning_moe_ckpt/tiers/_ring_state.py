@@ -426,7 +426,7 @@ class ExpertCopies(RingState):
             raise
 
     def _place(self, wanted: Sequence[ExpertSlot]) -> list[ExpertSlot]:
-        """Take a slot for each wanted expert; return those for which there was one, with their slots."""
+        """Take a slot for each wanted expert, as far as there are slots; return experts with slots."""
         with self._lock:
             slots = [self._slots.take_small(each.nbytes) for each in wanted]
         return [each._replace(slot=slot) for each, slot in zip(wanted, slots, strict=True) if slot is not None]
