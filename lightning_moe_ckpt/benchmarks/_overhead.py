@@ -171,7 +171,7 @@ REDUCING = {
     for owner, names in ((GradientReducer, ("prepare", "_on_gradient", "finish")), (WholeGradient, ("send",)))
     for name in names
 }
-"""Methods in which gradients are reduced, by class; hooks contain the copies in `send`."""
+"""Methods of the reduction, by class; hooks contain the copies in `send`."""
 
 
 class _ExpertDdp(DDPStrategy):

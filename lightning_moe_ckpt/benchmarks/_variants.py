@@ -182,7 +182,7 @@ class Variant:
     shard_optimizer: bool = False
     """Whether each rank keeps the optimizer's state for a piece of every parameter."""
     strategy: str = ""
-    """`ddp`, or the `gradient_reduction` of `MoEStrategy`; empty for what trains beside checkpoints."""
+    """`ddp`, or the `gradient_reduction` of `MoEStrategy`; empty for trainings beside checkpoints."""
 
     @property
     def name(self) -> str:
