@@ -95,6 +95,11 @@ class WindowMemory:
         self._put(layout)
         return True
 
+    @property
+    def is_short(self) -> bool:
+        """Whether the ring has no room for a tier that is late."""
+        return self._generations == 2
+
     def grow_journal(self, nbytes: int, following: WindowLayout | None) -> tuple[WindowLayout | None, bool]:
         """Lay plans out for journals of `nbytes`; return the following plan, and whether all ranks have room. Collective."""
         assert self.layout is not None
@@ -490,7 +495,12 @@ class CaptureSession:
 
     def _make_room(self, *, link: bool) -> str | None:
         """Make room for a window; return the reason if some rank has none, else `None`. Collective."""
-        if self._has_room_now(link=link) or self._has_room_after_flush(link=link):
+        if self._has_room_now(link=link):
+            return None
+        if self.memory.is_short and self._chain is None:  # with a newer generation, tiers let go of the one they hold
+            self._tiers.offer(self._complete)
+            self._tiers.flush(0.0)
+        elif self._has_room_after_flush(link=link):
             return None
         ring = self.memory.ring
         return (

@@ -308,9 +308,11 @@ class PeerWorker(TierWorker):
 
     def _sizes_of(self, job: WriteJob, first: SealedSegment) -> list[int]:
         """Return the bytes to reserve for each segment."""
-        known = self._sizes if len(self._sizes) == 1 else job.request.sizes or self._sizes
-        planned = [self._link_nbytes] if job.request.follows else known
-        return [max(planned[0], first.view.nbytes), *planned[1 : job.request.num_segments]]
+        if job.request.follows:
+            return [max(self._link_nbytes, first.view.nbytes)]
+        # The plan may have changed since the generation began; a single segment may have room for later plans.
+        sizes = self._sizes if len(self._sizes) == job.request.num_segments == 1 else job.request.sizes or self._sizes
+        return [max(sizes[0], first.view.nbytes), *sizes[1 : job.request.num_segments]]
 
     def _filled(self, segment: SealedSegment) -> Run | None:
         """Let holders fill a segment's run shared with this rank, and return it; `None` if all is sent."""
