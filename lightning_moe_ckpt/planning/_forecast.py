@@ -21,7 +21,7 @@ from lightning_moe_ckpt.parallel import ParallelGroups, set_current_groups
 from lightning_moe_ckpt.planning._planning import Planner
 from lightning_moe_ckpt.policies import Policy
 from lightning_moe_ckpt.snapshot import StateView, repeatable
-from lightning_moe_ckpt.tiers import PAGE_NBYTES, Mirroring, PeerRoom
+from lightning_moe_ckpt.tiers import PAGE_NBYTES, Mirroring, PeerRoom, RingRoom
 
 
 def described_model(groups: ParallelGroups, described: Mapping[str, Any]) -> nn.Module:
@@ -95,7 +95,7 @@ def forecast(
     owners, mirrored = len(mirroring.owners), layout.mirrored(mirroring) if redundancy else layout
     captured = [step.mirrors_nbytes for step in mirrored.steps]
     copy, purposes = planner.peer_room() or PeerRoom(slot_nbytes=0, keep=planner.generations_kept), {}
-    pages = sum(-(-nbytes // PAGE_NBYTES) for nbytes in ([copy.slot_nbytes] if copy.slot_nbytes else layout.sizes))
+    pages = RingRoom(steps=[copy.slot_nbytes] if copy.slot_nbytes else layout.sizes).block
     # Storage and, with copies, other nodes may each still read a generation that has only some experts.
     for generations in (3 + bool(owners),) if layout.record.plan.partial else (2, 3):
         room = planner.room(layout, generations)
@@ -103,9 +103,8 @@ def forecast(
         busy = policy.least_steps(len(operators)) <= len(steps)
         room = replace(room, steps=steps, copies=1 + bool(owners), back_to_back=busy)
         links = 0 if room.links is None else room.links.nbytes * (room.links.slots + 2)
-        own = {name.removeprefix(f"{generations} "): nbytes for name, nbytes in room.purposes.items()}
         others = owners * ((1 + copy.keep) * pages * PAGE_NBYTES + links)
-        purposes[generations] = own | ({"copies of other ranks": others} if others else {})
+        purposes[generations] = room.purposes | ({"copies of other ranks": others} if others else {})
     return {
         "full": planner.sizes.dense_nbytes,
         "window": len(captured),

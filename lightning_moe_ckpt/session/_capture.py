@@ -37,10 +37,6 @@ FLUSH_TIMEOUT = timedelta(seconds=30)
 """Longest wait of training for slots under transfer, before training goes on without a window."""
 
 
-SETTLE_TIMEOUT = timedelta(seconds=5)
-"""Longest wait of training within a window for the generation before to be whole, which makes room for the rest."""
-
-
 class WindowMemory:
     """Own the plan in force and the ring for its windows; all ranks change them together, between windows.
 
@@ -154,8 +150,9 @@ class WindowMemory:
         parts = {**room.purposes, "copies of other ranks": self._tiers.reserved().get(PEER, 0)}
         journals, captured = len(layout.steps) * self._plans.journal_nbytes, layout.nbytes - sum(layout.copied)
         log.info(
-            "shared memory: %s; each generation has %s of journals and %s captured for other ranks",
-            ", ".join(f"{size_text(nbytes)} {purpose}" for purpose, nbytes in parts.items() if nbytes),
+            "shared memory for %d generations: %s; each generation has %s of journals and %s captured for other ranks",
+            room.blocks,
+            ", ".join(f"{purpose} {size_text(nbytes)}" for purpose, nbytes in parts.items() if nbytes),
             *(size_text(journals), size_text(captured)),
         )
         return ring
@@ -175,7 +172,7 @@ class WindowMemory:
         if chosen == "auto":
             copies = sum(len(worker.memories) for worker in workers if worker.name == PEER)
             wanted = sum(self._room(layout, min(3, most)).purposes.values()) + 2 * copies * sum(layout.copied)
-            chosen = 3 if has_plenty(wanted, self._rings.nbytes, self._exchange) else 2
+            chosen = 3 if has_plenty(wanted, sum(self._tiers.reserved().values()), self._exchange) else 2
         self._generations = most if layout.record.plan.partial else min(chosen, most)
 
     def _put(self, layout: WindowLayout) -> None:
@@ -266,7 +263,7 @@ class CaptureSession:
             self.sealing.journal_nbytes = 0
             following, grown = memory.grow_journal(nbytes, following)
         if following is not None and use is not None:
-            self._follow(following, use, fits=all(map(attrgetter("fits"), votes)))
+            self._follow(following, use, fits=not nbytes and all(map(attrgetter("fits"), votes)))
         why_not = memory.restore_names() if not grown or any(map(attrgetter("unnamed"), votes)) else None
         whole = dense or self._tiers.wants_whole(self._name(step), memory.layout)
         self.whole_at = step if whole else None
@@ -292,9 +289,6 @@ class CaptureSession:
         index = step - window.first
         layout, nbytes = window.layout.steps[index], window.layout.sizes[index]
         if step > window.first and self._tiers.outstanding:
-            if not (window.spoiled or window.ring.can_begin([nbytes])):
-                with self._stalls.measure("flush"):  # costs less than the window, of which this is not the first step
-                    self._tiers.settle(SETTLE_TIMEOUT.total_seconds())
             with self._stalls.measure("exchange"):
                 self.hear(filling=window.generation)
         if window.spoiled:
@@ -499,7 +493,7 @@ class CaptureSession:
             return None
         if self.memory.is_short and self._chain is None:  # with a newer generation, tiers let go of the one they hold
             self._tiers.offer(self._complete)
-            self._tiers.flush(0.0)
+            self._tiers.make_room(self._complete)
         elif self._has_room_after_flush(link=link):
             return None
         ring = self.memory.ring

@@ -252,6 +252,14 @@ class Tiers:
             if lane.worker.paced or (lane.chain is not None and not paced_only):
                 lane.worker.drain(timeout)
 
+    def make_room(self, newest: Window | None) -> None:
+        """Let tiers hurry, and let go of what they hold for a newer generation if they have given up `newest`. On all ranks."""
+        self.flush(0.0)
+        for lane in self._lanes:
+            name, had = lane.worker.name, newest is not None and lane.worker in newest.workers
+            if had and newest is not None and newest.generation not in (*lane.given, self.everywhere.get(name)):
+                lane.worker.let_go()
+
     @property
     def base_under_way(self) -> bool:
         """Whether a tier that takes single differences still takes their base on some rank; the same on all ranks."""

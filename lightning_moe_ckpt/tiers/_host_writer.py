@@ -36,11 +36,9 @@ _GENERATIONS = 2
 RING_HEADROOM = 0.25
 """Share by which later budgets may exceed the first plan's, where generations have only some experts."""
 
-_OTHER_PLANS = 1 / 64
+OTHER_PLANS = 1 / 64
 """Share of a generation by which plans in another order pack worse."""
 
-_EARLY = 0.2
-"""Largest share of a generation that is worth reserving, so that the next window begins before the newest is everywhere."""
 
 _LAST_SECONDS = 2.0
 """Seconds that an incarnation's end waits for sealed segments to be digested."""
@@ -112,29 +110,29 @@ class RingRoom:
         return slot_classes(nbytes for nbytes in self.experts.values() for _ in range(self.copies))
 
     @property
-    def pages(self) -> dict[str, int]:
-        """Pages by purpose, without small slots."""
-        steps = [-(-nbytes // PAGE_NBYTES) for nbytes in self.steps]
-        whole = self.generations * sum(steps)
-        # A window's first step may be taken before all ranks know that the newest generation is complete.
-        early = (
-            self.links is None
-            and self.back_to_back
-            and (self.generations > _GENERATIONS or steps[0] <= _EARLY * sum(steps))
-        )
-        share = RING_HEADROOM if self.experts else _OTHER_PLANS if len(steps) > 1 else 0
-        return {
-            f"{self.generations} generations": whole,
-            "first step of the next": steps[0] if early else 0,
-            "room for other plans": int(share * whole),
-        }
+    def block(self) -> int:
+        """Pages for a generation."""
+        pages = sum(-(-nbytes // PAGE_NBYTES) for nbytes in self.steps)
+        share = RING_HEADROOM if self.experts else OTHER_PLANS if len(self.steps) > 1 else 0
+        return pages + int(share * pages)
+
+    @property
+    def blocks(self) -> int:
+        """Number of generations; of those with some experts one more, so that the next begins before the newest is everywhere."""
+        return self.generations + bool(self.experts and self.back_to_back)
 
     @property
     def purposes(self) -> dict[str, int]:
         """Bytes by purpose."""
-        kept = sum(each.nbytes * each.slots for each in self.small)
-        name = "differences" if self.links is not None else "newest copies of experts"
-        found = {**{purpose: pages * PAGE_NBYTES for purpose, pages in self.pages.items()}, name: kept}
+        kept, whole = (
+            sum(each.nbytes * each.slots for each in self.small),
+            sum(-(-n // PAGE_NBYTES) for n in self.steps),
+        )
+        found = {
+            "generations": self.blocks * whole * PAGE_NBYTES,
+            "room for other plans": self.blocks * (self.block - whole) * PAGE_NBYTES,
+            "differences" if self.links is not None else "newest copies of experts": kept,
+        }
         return {purpose: nbytes for purpose, nbytes in found.items() if nbytes}
 
 
@@ -152,13 +150,10 @@ class Rings:
             ConfigurationError: the node has not enough; the message says how many bytes are missing.
         """
         self._unregister()
-        pages = sum(room.pages.values())
-        return self._register(self._memory.make(PAGE_NBYTES, pages, small=room.small, experts=room.experts))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that this rank has already."""
-        return self._memory.nbytes
+        pages, block = room.block * room.blocks, room.block
+        return self._register(
+            self._memory.make(PAGE_NBYTES, pages, block=block, small=room.small, experts=room.experts)
+        )
 
     def renew(self) -> SegmentRing:
         """Replace the ring by another of the same size, see `RankMemory.renew`. Copies to the old ring must be done."""

@@ -30,6 +30,7 @@ from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Corru
 from lightning_moe_ckpt.storage import MAX_MARKER_NBYTES, GenerationId, RankMarker, SlotClass, digest_of
 from lightning_moe_ckpt.tiers._delta import DeltaDecoder
 from lightning_moe_ckpt.tiers._delta_plan import Run
+from lightning_moe_ckpt.tiers._host_writer import RingRoom
 from lightning_moe_ckpt.tiers._mirrors import MirrorStore
 from lightning_moe_ckpt.tiers._peer_wire import (
     MAX_REASON_NBYTES,
@@ -124,7 +125,8 @@ class ReplicaStore:
                 raise ConfigurationError("there is no room here for differences. All ranks need the same callbacks.")
             if self._links[0].nbytes < (nbytes := max(sizes)):
                 self._links = [self._links[0]._replace(nbytes=nbytes)]
-                ring = self.memory.make(PAGE_NBYTES, ring.num_slots, keep=self._keep, small=self._links)
+                pages, block = ring.num_slots, ring.block
+                ring = self.memory.make(PAGE_NBYTES, pages, block=block, keep=self._keep, small=self._links)
             ring.make_room(nbytes, generation)
         elif not ring.can_begin(sizes):
             ring = self._make(sizes)
@@ -174,8 +176,8 @@ class ReplicaStore:
     # -- private
 
     def _make(self, sizes: Sequence[int]) -> SegmentRing:
-        pages = self._room * sum(-(-nbytes // PAGE_NBYTES) for nbytes in sizes)
-        return self.memory.make(PAGE_NBYTES, pages, keep=self._keep, small=self._links)
+        block = RingRoom(steps=sizes).block
+        return self.memory.make(PAGE_NBYTES, self._room * block, block=block, keep=self._keep, small=self._links)
 
     def _seal(self) -> None:
         slot, self._slot = self._slot, None

@@ -256,6 +256,10 @@ class PeerWorker(TierWorker):
         self._base = None if generation == self._base else self._base
 
     @override
+    def let_go(self) -> None:
+        self._give_back(lambda _: True)
+
+    @override
     def drain(self, timeout: float) -> bool:
         self._replication.pacer.hurry()  # no steps come while somebody waits
         return super().drain(timeout)

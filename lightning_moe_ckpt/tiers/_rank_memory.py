@@ -158,6 +158,7 @@ class RankMemory:
         slot_nbytes: int,
         num_slots: int,
         *,
+        block: int = 1,
         keep: int = 1,
         small: Sequence[SlotClass] = (),
         experts: Mapping[str, int] = MappingProxyType({}),
@@ -168,6 +169,7 @@ class RankMemory:
         Args:
             slot_nbytes: bytes of a slot.
             num_slots: slots for segments.
+            block: slots for a generation.
             keep: complete generations to keep.
             small: further slots.
             experts: operators whose newest copy is kept, see `SegmentRing.experts`.
@@ -191,6 +193,7 @@ class RankMemory:
             self._kept, self.ring = [ring for ring in self._kept if ring is not before], before
             raise
         self.ring.keep, self.ring.seen, self.ring.experts = keep, self._seen, experts
+        self.ring.lay(block)
         return self.ring
 
     def renew(self) -> SegmentRing:
@@ -213,6 +216,7 @@ class RankMemory:
             self._directory.mkdir(mode=0o700, exist_ok=True)
         self.ring = self._create(lost.slot_nbytes, lost.num_slots, lost.header.small)
         self.ring.keep, self.ring.seen, self.ring.experts = lost.keep, self._seen, lost.experts
+        self.ring.lay(lost.block)
         log.warning(
             "the name of ring %s was removed by something else; %s takes its place. Keep what tidies up %s, and logouts "
             "(`RemoveIPC=yes`), away from `moe-ckpt-*`",

@@ -18,7 +18,7 @@ its slots until `keep` newer ones, usually one, are complete on all ranks, or un
 reader therefore costs slots, never bytes that are still needed. If no slot is left, `acquire` raises `RingFull`, and
 the session skips the window.
 
-A segment takes a run of slots; a slot is a page. Behind them are small slots: for differences; or,
+A generation takes a block of slots, and each segment as many of them as it needs; a slot is a page. Behind them are small slots: for differences; or,
 where generations have only some experts, for experts of replaced generations (`_ring_state`).
 
 A generation is *published* by a marker: a small file beside the ring with its slots and all digests. The file appears
@@ -160,6 +160,11 @@ class SegmentRing(ExpertCopies):
             return self._usage()
 
     @property
+    def block(self) -> int:
+        """Number of slots for a generation."""
+        return self._slots.block
+
+    @property
     def free_slots(self) -> int:
         """Number of free slots for segments."""
         with self._lock:
@@ -183,9 +188,14 @@ class SegmentRing(ExpertCopies):
 
     def fits(self, sizes: Sequence[int], *, link_nbytes: int = 0) -> bool:
         """Return whether windows with segments of these bytes fit here in a row, and differences as well."""
-        slots = (1 + self.keep) * sum(-(-nbytes // self.slot_nbytes) for nbytes in sizes)
+        slots = (1 + self.keep) * self._slots.blocks(sizes) * self._slots.block
         small = not link_nbytes or any(slot_class.nbytes >= link_nbytes for slot_class in self.header.small)
         return slots <= self.num_slots and small
+
+    def lay(self, block: int) -> None:
+        """Divide the slots into blocks for generations, see `SlotPool`; between windows."""
+        with self._lock:
+            self._slots.lay(block)
 
     # -- the window being filled
 
@@ -215,7 +225,8 @@ class SegmentRing(ExpertCopies):
         """
         with self._lock:
             entry = self._entry(generation, GenerationState.OPEN)
-            index = self._slots.take_small(nbytes) if entry.is_link else self._slots.take(nbytes or 1)
+            last = next(reversed(entry.slots), None)
+            index = self._slots.take_small(nbytes) if entry.is_link else self._slots.take(nbytes or 1, last)
             if index is None:
                 raise RingFull(
                     f"There is no room in memory for {size_text(nbytes)} ({self._usage()}); the capture of step {step} is "

@@ -1,6 +1,6 @@
 """Track which generation has which slots of a ring, and keep each expert's newest copy.
 
-Segments take runs of slots, and differences or single experts a small slot (`SlotPool`). `RingState` knows the
+Segments take slots of a block, and differences or single experts a small slot (`SlotPool`). `RingState` knows the
 slots of every generation, and which of them a later process would find.
 
 Where generations have only some experts, a generation replaced by newer ones does not need its dense part any more, but
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from bisect import bisect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -50,75 +49,77 @@ _CLASSES = 64
 """Most sizes of small slots; more would not fit into the header."""
 
 
-_Run = tuple[int, int]
-"""First slot, and the slot after the last."""
-
-
-def take_run(runs: list[_Run], slots: int) -> int | None:
-    """Take so many slots from the lowest of the free runs that is long enough; return the first, or `None` without any."""
-    for index, (first, stop) in enumerate(runs):
-        if stop - first >= slots:
-            runs[index : index + 1] = [(first + slots, stop)] if stop - first > slots else []
-            return first
-    return None
-
-
-def free_run(runs: list[_Run], run: _Run) -> None:
-    """Add a run to the free ones, joined with its neighbours."""
-    first, stop = run
-    index = bisect(runs, run)
-    if index < len(runs) and runs[index][0] == stop:
-        stop = runs.pop(index)[1]
-    if index > 0 and runs[index - 1][1] == first:
-        index -= 1
-        first = runs.pop(index)[0]
-    runs.insert(index, (first, stop))
-
-
 class SlotPool:
-    """Pool of free slots: runs of equal ones for segments, and small ones. Not thread-safe by itself.
+    """Pool of free slots: blocks of equal ones for segments, and small ones. Not thread-safe by itself.
 
-    A segment takes the lowest free run that is long enough. So windows with equal steps leave no gaps: the first step lies
-    where the window before had room left, and each other step where its forerunner lay.
+    A block has room for a generation: its segments lie one behind the other in a block, each in slots for its own size, and
+    blocks become free as a whole. So blocks leave no gaps, whatever the order in which generations come and go.
 
     Args:
         header: number and sizes of the slots.
+        block: slots of a block. A generation that needs more takes several.
     """
 
-    def __init__(self, header: RingHeader) -> None:
+    def __init__(self, header: RingHeader, block: int = 1) -> None:
         self._header = header
-        self._runs: list[_Run] = [(0, header.num_slots)]
-        """Free runs, ascending, with used slots between them."""
         self.ends: dict[int, int] = {}
-        """Slot behind each run in use, by its first slot."""
+        """Slot behind each segment, by its first slot."""
         self._small: list[list[int]] = []
         first = header.num_slots
         for _, slots in header.small:
             self._small.append(list(range(first, first + slots)))
             first += slots
+        self.lay(block)
+
+    def lay(self, block: int) -> None:
+        """Divide the slots into blocks anew; those with segments are full."""
+        self.block, self._num_blocks = block, self._header.num_slots // block
+        self._live: dict[int, int] = {}
+        """Number of segments, by block in use."""
+        self._next: dict[int, int] = {}
+        """Slot for the next segment, by block in use."""
+        for slot in self.ends:
+            for at in self._blocks_of(slot):
+                self._live[at], self._next[at] = self._live.get(at, 0) + 1, (at + 1) * block
 
     @property
     def free(self) -> int:
-        """Number of free slots for segments."""
-        return sum(stop - first for first, stop in self._runs)
+        """Number of slots in free blocks."""
+        return (self._num_blocks - len(self._live)) * self.block
 
-    def take(self, nbytes: int) -> int | None:
-        """Return the first of the slots for a segment of `nbytes`; `None` if there is no room."""
-        first = take_run(self._runs, slots := -(-nbytes // self._header.slot_nbytes))
-        if first is not None:
-            self.ends[first] = first + slots
+    def take(self, nbytes: int, beside: int | None = None) -> int | None:
+        """Return the first slot for a segment of `nbytes`; `None` if there is no room.
+
+        Args:
+            nbytes: bytes of the segment.
+            beside: slot of the generation's segment before; `None` for its first.
+        """
+        slots, at = -(-nbytes // self._header.slot_nbytes), -1 if beside is None else beside // self.block
+        if beside is None or self._next[at] + slots > (at + 1) * self.block:
+            at = next((each for each in range(self._num_blocks) if each not in self._live), -1)
+            if at < 0 or slots > self.block:
+                return None
+            self._next[at] = at * self.block
+        first = self._next[at]
+        self._next[at] = self.ends[first] = first + slots
+        self._live[at] = self._live.get(at, 0) + 1
         return first
 
-    def fits(self, sizes: Sequence[int], going: Iterable[int]) -> bool:
-        """Return whether segments of these bytes have room: the first now, the others once the `going` runs are free."""
-        runs, behind = list(self._runs), [*going]
+    def blocks(self, sizes: Iterable[int]) -> int:
+        """Return the number of blocks that a generation with segments of these bytes needs."""
+        number = left = 0
         for nbytes in sizes:
-            if take_run(runs, -(-nbytes // self._header.slot_nbytes)) is None:
-                return False
-            while behind:
-                if (slot := behind.pop()) in self.ends:
-                    free_run(runs, (slot, self.ends[slot]))
-        return True
+            slots = -(-nbytes // self._header.slot_nbytes)
+            if slots > left:
+                number, left = number + 1, self.block
+            left -= slots
+        return number if left >= 0 else self._num_blocks + 1
+
+    def fits(self, sizes: Sequence[int], going: Iterable[int]) -> bool:
+        """Return whether segments of these bytes have room: the first now, others once the `going` segments are gone."""
+        free = self._num_blocks - len(self._live)
+        freed = {slot // self.block for slot in going if slot in self.ends}
+        return free > 0 and free + len(freed) >= self.blocks(sizes)
 
     def free_small(self, nbytes: int) -> int:
         """Return the number of slots that `take_small` could return."""
@@ -131,33 +132,39 @@ class SlotPool:
 
     def claim(self, slots: Mapping[int, int]) -> bool:
         """Take slots for so many bytes each, by the first slot; return whether all were free, else take none."""
-        runs, small = list(self._runs), [[*free] for free in self._small]
+        small = [[slot for slot in free if slot not in slots] for free in self._small]
+        unused, ends = {slot for free in self._small for slot in free}, dict[int, int]()
         for slot, nbytes in slots.items():
-            stop = slot + -(-nbytes // self._header.slot_nbytes)
-            around = next((run for run in runs if run[0] <= slot and stop <= run[1]), None)
-            free = next((free for free in small if slot in free), None)
-            if slot < self._header.num_slots and around is not None:
-                runs.remove(around)
-                runs += [run for run in ((around[0], slot), (stop, around[1])) if run[0] < run[1]]
-                self.ends[slot] = stop
-            elif free is not None:
-                free.remove(slot)
-            else:
+            if slot < self._header.num_slots:
+                ends[slot] = stop = slot + -(-nbytes // self._header.slot_nbytes)
+                if stop > self._header.num_slots or any(a < stop and slot < b for a, b in self.ends.items()):
+                    return False
+            elif slot not in unused:
                 return False
-        self._runs, self._small = sorted(runs), small
+        self.ends |= ends
+        self._small = small
+        self.lay(self.block)
         return True
 
     def give_back(self, slots: Iterable[int]) -> None:
-        """Free these slots again, each with all of its run."""
+        """Free these slots again, each with all of its segment."""
         for slot in slots:
             if slot in self.ends:
-                free_run(self._runs, (slot, self.ends.pop(slot)))
+                for at in self._blocks_of(slot):
+                    self._live[at] -= 1
+                    if not self._live[at]:
+                        del self._live[at]
+                del self.ends[slot]
                 continue
             first = self._header.num_slots
             for free, (_, number) in zip(self._small, self._header.small, strict=True):
                 if first <= slot < first + number:
                     free.append(slot)
                 first += number
+
+    def _blocks_of(self, slot: int) -> range:
+        """Return the blocks in which a segment lies: several if an earlier process had others."""
+        return range(slot // self.block, (self.ends[slot] - 1) // self.block + 1)
 
     def _class(self, nbytes: int) -> int | None:
         """Return the class of the smallest slots for `nbytes`; `None` if none are large enough."""

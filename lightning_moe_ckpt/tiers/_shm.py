@@ -77,14 +77,8 @@ def shared_directory() -> Path:
     return directory
 
 
-_MEMORY_LIMITS = [
-    (Path("/sys/fs/cgroup", limit), Path("/sys/fs/cgroup", used))
-    for limit, used in [
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ]
-]
-"""Files with the limit of this process's memory, and what is in use, of control groups of both versions."""
+_GROUPS, _CONTROL_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+"""Control groups of version 2, and a file that names this process's own."""
 
 FileId = tuple[int, int]
 """Device and inode of a file."""
@@ -394,9 +388,18 @@ def has_room(directory: Path, nbytes: int) -> bool:
 def room_nbytes(directory: Path) -> int:
     """Return the bytes that are free in `directory`, and within the container's memory limit, which counts shared memory too."""
     found = [_free_nbytes(directory)]
-    for limit, used in _MEMORY_LIMITS:
-        with contextlib.suppress(OSError, ValueError):  # `max` is no number
-            found.append(int(limit.read_text(encoding="ascii")) - int(used.read_text(encoding="ascii")))
+    with contextlib.suppress(OSError):
+        own = _CONTROL_GROUP.read_text(encoding="ascii").rpartition("::")[2].strip().lstrip("/")
+        for group in [_GROUPS / own, *(_GROUPS / own).parents]:
+            with contextlib.suppress(OSError, ValueError):  # `max` is no number
+                limit, used = (
+                    int((group / f"memory.{name}").read_text(encoding="ascii")) for name in ("max", "current")
+                )
+                # Pages of files that were read are in use as long as nobody else wants them.
+                cached = re.findall(
+                    r"^inactive_file (\d+)", (group / "memory.stat").read_text(encoding="ascii"), re.MULTILINE
+                )
+                found.append(limit - used + sum(map(int, cached)))
     return min(found)
 
 

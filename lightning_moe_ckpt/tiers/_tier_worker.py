@@ -295,6 +295,9 @@ class TierWorker(ABC):
             sizes: bytes of each of this rank's segments, with gradients behind it.
         """
 
+    def let_go(self) -> None:  # noqa: B027  # of tiers that hold memory
+        """Release memory that is held until a newer generation is complete: none will be soon."""
+
     def stepped(self, period_steps: int) -> None:  # noqa: B027  # of interest to paced tiers
         """Note a finished training step; generations are `period_steps` apart. Takes constant time."""
 

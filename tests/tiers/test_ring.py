@@ -172,56 +172,62 @@ RingMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40
 TestRingMachine = RingMachine.TestCase
 
 
-@pytest.mark.parametrize("lag", [0, 1])
-def test_windows_follow_each_other_in_two_generations_and_one_step(lag: int) -> None:
-    """However the steps' sizes differ: each step comes to lie where the step of two windows ago lay, without gaps.
-
-    With a lag of one step, the newest generation is known to be everywhere once the next has begun.
-    """
-    steps = [5, 3, 1, 2]
-    room = RingRoom(steps=[slots * 4096 for slots in steps], back_to_back=bool(lag), generations=2)
-    ring = memory_ring(2 * sum(steps) + lag * steps[0])
-    assert room.pages["2 generations"] == 2 * sum(steps)
-    assert ring.fits(room.steps)
-    assert not ring.fits([*room.steps, 6 * 4096])
-    for generation in range(1, 12):
-        assert ring.can_begin(room.steps)
+@pytest.mark.parametrize("generations", [2, 3])
+@pytest.mark.parametrize("seed", range(8))
+def test_windows_find_room_however_generations_come_and_go(seed: int, generations: int) -> None:
+    """Plans change, generations are late or aborted, tiers read for long: as soon as one is free, there is room for the next."""
+    draws = random.Random(seed)
+    steps = [draws.randint(1, 30) * 4096 - draws.randint(0, 4095) for _ in range(draws.randint(1, 6))]
+    room = RingRoom(steps=steps, generations=generations)
+    ring = memory_ring(room.block * room.blocks)
+    ring.lay(room.block)
+    complete, pinned, taken = list[int](), list[int](), 0
+    for generation in range(1, 300):
+        draws.shuffle(steps)  # another plan, in the same pages
+        assert ring.fits(steps)
+        if draws.random() < 0.3 and complete:
+            pinned.append(complete[-1])
+            ring.pin(complete[-1])
+        for _ in range(min(len(pinned), draws.choice([0, 0, 1, len(pinned)]))):
+            ring.unpin(pinned.pop(0))
+        if complete and draws.random() < 0.8:  # the vote says that all ranks have the newest
+            ring.complete_everywhere(complete[-1])
+        held = len(ring._generations)
+        assert ring.can_begin(steps) == (held < generations)
+        if not ring.can_begin(steps):
+            while pinned:
+                ring.unpin(pinned.pop())
+            ring.complete_everywhere(complete[-1])
+            assert ring.can_begin(steps)
+        slots = []
         ring.begin_window(generation)
-        for step, nbytes in enumerate(room.steps):
-            slot = ring.acquire(generation, step, nbytes)
-            assert slot.view.nbytes == nbytes
-            slot.view.fill_(generation)
-            ring.seal(slot)
-            if step == 0 and lag and generation > 1:
-                ring.complete_everywhere(generation - 1)
+        for step, nbytes in enumerate(steps):
+            slots.append(ring.acquire(generation, step, nbytes))
+            slots[-1].view.fill_(generation % 251)
+            ring.seal(slots[-1])
+        if draws.random() < 0.1:
+            ring.abort_window(generation)
+            continue
         ring.finish_window(generation)
-        if not lag:
-            ring.complete_everywhere(generation)
-    assert all(bool((ring._view(slot) == 11).all()) for slot in ring._generations[11].slots)
+        complete = [*complete[-1:], generation]
+        taken += 1
+        for name, entry in ring._generations.items():
+            assert all(bool((ring._view(slot) == name % 251).all()) for slot in entry.slots)
+    assert taken > 200
 
 
-def test_runs_of_free_slots_join_again() -> None:
-    """Whatever the order in which they are taken and given back, and none is taken twice."""
-    draws = random.Random(1)
+def test_blocks_of_an_earlier_plan_are_used_again_once_they_are_free() -> None:
+    """A later process divides the same pages otherwise; those with segments count as used until these are gone."""
     pool = SlotPool(RingHeader(nonce="", slot_nbytes=4096, num_slots=50, origin=""))
-    held: dict[int, int] = {}
-    for _ in range(3_000):
-        if held and draws.random() < 0.5:
-            gone = draws.choice(sorted(held))
-            del held[gone]
-            pool.give_back([gone])
-        else:
-            slots = draws.randint(1, 12)
-            first = pool.take(slots * 4096)
-            used = {slot for start, number in held.items() for slot in range(start, start + number)}
-            gaps = "".join("x" if slot in used else "." for slot in range(50))
-            assert first == (found if (found := gaps.find("." * slots)) >= 0 else None)
-            if first is not None:
-                held[first] = slots
-        assert pool.free == 50 - sum(held.values())
-    pool.give_back(held)
-    assert pool.fits([50 * 4096], [])
-    assert not pool.fits([51 * 4096], [])
+    assert pool.claim({3: 5 * 4096, 20: 10 * 4096})
+    assert not pool.claim({7: 4096})
+    assert not pool.claim({49: 2 * 4096})
+    pool.lay(20)
+    assert pool.free == 0
+    assert not pool.fits([4096], [])
+    pool.give_back([20])
+    assert (pool.free, pool.take(20 * 4096)) == (20, 20)
+    assert not pool.fits([21 * 4096], [3, 20])
 
 
 def test_several_generations_are_kept_where_one_has_not_everything() -> None:
