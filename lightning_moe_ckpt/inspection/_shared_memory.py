@@ -445,9 +445,12 @@ class Flush:
         return marker
 
     def _referring(self, marker: RankMarker) -> RankMarker:
-        """Return the marker with references to files of the newest commit."""
-        newest, is_link = self._newest, is_differential(marker.policy)
-        if newest is None or newest.world_size != marker.world_size or not (is_link or is_partial(marker.policy)):
+        """Return the marker with references to files of the newest commit. Raises `Corrupt` if that completes no partial one."""
+        newest, is_link, partial = self._newest, is_differential(marker.policy), is_partial(marker.policy)
+        fits = newest is not None and newest.world_size == marker.world_size
+        if partial and not (fits and newest is not None and len(newest.steps) == 1):
+            raise Corrupt("it has only some experts, and storage has no generation of these ranks with the others.")
+        if newest is None or not fits or not (is_link or partial):
             return marker
         older = self._store.read_marker(newest, marker.rank)
         if is_link:
@@ -455,6 +458,6 @@ class Flush:
             return replace(marker, referenced=(*older.referenced, *last))
         plan = PlanRecord.from_json(str(marker.policy["plan"])).plan
         lacks = {record.operator for _, record in full_records(older)}.difference(plan.steps[0].files["durable"])
-        if not lacks or len(older.steps) > 1:
+        if not lacks:
             return marker
         return replace(marker, referenced=carry_forward(older, lacks), spares=carry_spares(older, lacks, ()))

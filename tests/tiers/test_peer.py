@@ -452,5 +452,5 @@ def test_too_little_memory_for_copies_is_an_error_that_says_how_much_is_missing(
         made.close(1, unlink=True)
         return str(raised.value)
 
-    assert all("ring of 196608.00 GiB" in told for told in run(three_ranks, work))
+    assert all("ring of 199680.00 GiB" in told for told in run(three_ranks, work))
     assert three_ranks.files() == []
