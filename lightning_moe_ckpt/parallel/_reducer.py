@@ -1,9 +1,9 @@
 """Reduce gradients over the ranks that share a parameter, with bits that no bucket, freeze or restart can change.
 
-Hooks copy each finished gradient into a static flat buffer, and let `.grad` be its place there. Full buckets are reduced
-during the rest of the backward pass, in the same order on all ranks. A missing gradient (frozen or unused, perhaps on this
-rank only) counts as zero, and stays `None` only if no replica has one. A gradient that was there before backward keeps its
-memory. Gradients that somebody keeps from an earlier step are never overwritten: the buffer leaves its memory to them.
+Hooks copy each finished gradient into a static flat buffer. Full buckets are reduced during the rest of the backward pass, in
+the same order on all ranks; then `.grad` becomes its place there, and what later hooks made of it is lost. A missing gradient
+(frozen or unused, perhaps on this rank only) counts as zero, and stays `None` only if no replica has one. A gradient that was
+there before backward keeps its memory. Gradients that somebody keeps from an earlier step are never overwritten: the buffer leaves its memory to them.
 
 * Replicated parameters: the mean over all the stage's ranks, which is the world without pipelining.
 * Expert-parallel parameters: the sum over the ranks that hold the same experts, divided by the count of the stage's ranks,
@@ -166,6 +166,8 @@ class WholeGradient(_Gradient):
 
     flat: Tensor
     """Place in the flat vector, in the parameter's shape and strides."""
+    version: int = 0
+    """Version of the gradient that was sent, which only matters in this place."""
 
     @override
     def send(self, grad: Tensor | None) -> None:
@@ -173,16 +175,21 @@ class WholeGradient(_Gradient):
             self.flat.zero_()
         elif grad.data_ptr() != self.flat.data_ptr():
             self.flat.copy_(grad)
-            if self.fresh and grad.dtype is self.flat.dtype and not torch.is_grad_enabled():  # else it has a graph
-                self.parameter.grad = self.flat.data  # with versions of its own; backward's memory is free for the next
+        else:
+            self.version = grad._version  # noqa: SLF001  # torch has no public one
 
     @override
     def write_back(self, *, present: bool) -> None:
         grad = self.parameter.grad
-        if grad is None:
-            self.parameter.grad = self.flat.data if present else None
+        if grad is None or (self.fresh and grad.dtype is self.flat.dtype and not grad.requires_grad):  # has no graph
+            self.parameter.grad = self.flat.data if present else None  # with versions of its own
         elif grad.data_ptr() != self.flat.data_ptr():
             grad.copy_(self.flat)
+        elif grad._version != self.version:  # noqa: SLF001
+            raise ConfigurationError(
+                f"The gradient of `{self.fqn}` was edited while it was being reduced. Edit it in `on_before_optimizer_step`, "
+                "or in a hook of the parameter that is registered before the strategy is set up."
+            )
 
 
 class _FlatVector:

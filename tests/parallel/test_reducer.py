@@ -324,6 +324,43 @@ def test_gradients_that_are_zeroed_in_place_have_the_bits_of_fresh_ones(mode: Re
     assert all(run_world(2, work))
 
 
+def test_edits_after_a_gradient_was_sent_are_discarded_or_refused() -> None:
+    """By hooks registered later: a fresh gradient ends as the mean; one in its place of the vector may have been half sent."""
+
+    def edit(param: Tensor) -> None:
+        assert param.grad is not None
+        param.grad.mul_(3)
+
+    def work(rank: int) -> tuple[Gradients, str]:
+        model = build()
+        reducer = reducer_of(model, nbytes=10**6)
+        reducer.prepare(sync=True)
+        weight: Any = model.layers["d"].weight
+        hook = weight.register_post_accumulate_grad_hook(edit)
+        model(tokens(rank)).backward()
+        reducer.finish()
+        found = gradients(model)
+        model.zero_grad(set_to_none=False)
+        reducer.prepare(sync=True)
+        model(tokens(rank)).backward()
+        with pytest.raises(ConfigurationError) as error:
+            reducer.finish()
+        hook.remove()
+        model.zero_grad(set_to_none=False)
+        reducer.prepare(sync=True)
+        model(tokens(rank)).backward()
+        reducer.finish()
+        assert same(found, gradients(model))
+        return found, str(error.value)
+
+    per_rank = [local_gradients(rank) for rank in range(2)]
+    want = {name: mean_in_rank_order(per_rank, name) for name in per_rank[0]}
+    for got, message in run_world(2, work):
+        assert same(got, want)
+        assert "`layers.d.weight`" in message
+        assert "on_before_optimizer_step" in message
+
+
 @pytest.mark.parametrize("graph", [False, True])
 def test_a_gradient_that_was_there_keeps_its_tensor(graph: bool) -> None:
     """A tensor of the user's gets the mean in place, and a gradient with a graph keeps the graph."""
