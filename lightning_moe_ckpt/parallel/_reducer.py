@@ -166,6 +166,8 @@ class WholeGradient(_Gradient):
 
     flat: Tensor
     """Place in the flat vector, in the parameter's shape and strides."""
+    lends: bool = True
+    """Whether `.grad` may become that place, and not a copy."""
     version: int = 0
     """Version of the gradient that was sent, which only matters in this place."""
 
@@ -180,9 +182,12 @@ class WholeGradient(_Gradient):
 
     @override
     def write_back(self, *, present: bool) -> None:
+        if not present:
+            return
         grad = self.parameter.grad
-        if grad is None or (self.fresh and grad.dtype is self.flat.dtype and not grad.requires_grad):  # has no graph
-            self.parameter.grad = self.flat.data if present else None  # with versions of its own
+        # One with a graph keeps it.
+        if grad is None or (self.lends and self.fresh and grad.dtype is self.flat.dtype and not grad.requires_grad):
+            self.parameter.grad = self.flat.data if self.lends else self.flat.clone()  # with versions of its own
         elif grad.data_ptr() != self.flat.data_ptr():
             grad.copy_(self.flat)
         elif grad._version != self.version:  # noqa: SLF001
@@ -193,12 +198,12 @@ class WholeGradient(_Gradient):
 
 
 class _FlatVector:
-    """Memory for one kind's whole gradients, new whenever somebody keeps a gradient in it."""
+    """Memory for one kind's whole gradients, new if somebody keeps one; if so twice in a row, gradients are copies."""
 
     def __init__(
         self, layout: BucketLayout, flat: Tensor, gradients: list[WholeGradient], buckets: list[_Bucket]
     ) -> None:
-        self._layout, self._gradients, self._buckets = layout, gradients, buckets
+        self._layout, self._gradients, self._buckets, self._times_kept = layout, gradients, buckets, 0
         self._take(flat)
 
     def begin_step(self) -> None:
@@ -208,8 +213,13 @@ class _FlatVector:
             grad = gradient.parameter.grad
             gradient.fresh = grad is None
             users += grad is not None and grad.data_ptr() == gradient.flat.data_ptr()
-        if _users_of(self._flat) > users:
+        self._times_kept = self._times_kept + 1 if _users_of(self._flat) > users else 0
+        if self._times_kept:
             self._take(torch.zeros_like(self._flat))
+        if self._times_kept == 2:  # and never again
+            log.info("something keeps gradients from step to step: their %d bytes are now copied", self._flat.nbytes)
+            for gradient in self._gradients:
+                gradient.lends = False
 
     def _take(self, flat: Tensor) -> None:
         self._flat = flat

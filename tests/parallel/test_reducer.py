@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -298,6 +299,30 @@ def test_gradients_lie_in_the_buckets_and_leave_them_to_who_keeps_one() -> None:
         return [lies, stays, moved, torch.equal(kept, copy_of_it), again(3) == again(4)]
 
     assert run_world(2, work) == [[True] * 5] * 2
+
+
+def test_who_keeps_gradients_in_each_step_gets_copies() -> None:
+    """One small gradient per step would else keep the memory of all; said once."""
+
+    def work(rank: int) -> tuple[list[str], list[bool]]:
+        said: list[str] = []
+        vars(_reducer)["log"] = SimpleNamespace(info=lambda text, *args: said.append(text % args), debug=Mock())
+        model = build()
+        reducer = reducer_of(model)
+        bias = model.layers["a"].bias
+        kept, copies, alone = [], [], []
+        for step in range(6):
+            step_with(reducer, model, rank, ["a"] if rank == step % 2 else [], step=step)
+            assert isinstance(bias.grad, Tensor)
+            kept.append(bias.grad)
+            copies.append(bias.grad.clone())
+            alone.append(bias.grad.untyped_storage().nbytes() == bias.grad.nbytes)
+        assert all(map(torch.equal, kept, copies))
+        return said, alone
+
+    for said, alone in run_world(2, work):
+        assert [text.split(":")[0] for text in said] == ["something keeps gradients from step to step"]
+        assert alone == [False] * 2 + [True] * 4
 
 
 @pytest.mark.parametrize("mode", ["ordered", "allreduce"])
