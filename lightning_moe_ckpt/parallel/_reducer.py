@@ -165,7 +165,9 @@ class WholeGradient(_Gradient):
     """A gradient that all ranks get, in its place of the flat vector."""
 
     flat: Tensor
-    """Place in the flat vector, in the parameter's shape and strides."""
+    """Place in the flat vector, in the parameter's shape."""
+    strides: tuple[int, ...]
+    """Strides there: the parameter's if all ranks had the same as it was laid out, or contiguous."""
     lends: bool = True
     """Whether `.grad` may become that place, and not a copy."""
     version: int = 0
@@ -185,9 +187,9 @@ class WholeGradient(_Gradient):
         if not present:
             return
         grad = self.parameter.grad
-        # One with a graph keeps it.
-        if grad is None or (self.lends and self.fresh and grad.dtype is self.flat.dtype and not grad.requires_grad):
-            self.parameter.grad = self.flat.data if self.lends else self.flat.clone()  # with versions of its own
+        lends = self.lends and self.flat.stride() == self.parameter.stride()  # which fused optimizers want
+        if grad is None or (lends and self.fresh and grad.dtype is self.flat.dtype and not grad.requires_grad):
+            self.parameter.grad = self.flat.data if lends else torch.empty_like(self.parameter).copy_(self.flat)
         elif grad.data_ptr() != self.flat.data_ptr():
             grad.copy_(self.flat)
         elif grad._version != self.version:  # noqa: SLF001
@@ -216,24 +218,17 @@ class _FlatVector:
         self._times_kept = self._times_kept + 1 if _users_of(self._flat) > users else 0
         if self._times_kept:
             self._take(torch.zeros_like(self._flat))
-        if self._times_kept == 2:  # and never again
+        if self._times_kept == 2:  # then nobody can keep any more
             log.info("something keeps gradients from step to step: their %d bytes are now copied", self._flat.nbytes)
-            for gradient in self._gradients:
-                gradient.lends = False
 
     def _take(self, flat: Tensor) -> None:
         self._flat = flat
         for at, bucket in enumerate(self._buckets):
             bucket.flat = flat[slice(*self._layout.interval(at))]
         for gradient, slot in zip(self._gradients, self._layout.slots.values(), strict=True):
-            gradient.flat = _shaped(flat[slot.start : slot.stop], gradient.parameter)
+            gradient.flat = flat[slot.start : slot.stop].as_strided(gradient.parameter.shape, gradient.strides)
+            gradient.lends = self._times_kept < 2
         self._own_users = _users_of(flat)
-
-
-def _shaped(part: Tensor, like: Tensor) -> Tensor:
-    """Return a view in the parameter's shape and strides, which fused optimizers want."""
-    is_dense = torch.empty_like(like, device="meta").stride() == like.stride()
-    return part.as_strided(like.shape, like.stride()) if is_dense else part.view(like.shape)
 
 
 def _users_of(flat: Tensor) -> int:
@@ -432,9 +427,12 @@ class GradientReducer:
         return same and bucket.own is None and bucket.flat.is_cpu
 
     def _agree_on_names(self) -> frozenset[str]:
-        own = [fqn for fqn, parameter in self._parameters.items() if parameter.requires_grad]
-        everyone: list[list[str]] = [[] for _ in range(self._groups.stage_size)]
+        # Strides that differ, perhaps since a rank has it frozen, are as good as none: ranks have to agree on the order.
+        like = {fqn: parameter for fqn, parameter in self._parameters.items() if parameter.requires_grad}
+        own = {fqn: torch.empty_like(parameter, device="meta").stride() for fqn, parameter in like.items()}
+        everyone = [own] * self._groups.stage_size
         dist.all_gather_object(everyone, own, group=self._groups.group("stage_control"))
+        self._strides = {fqn: each for fqn, each in own.items() if all(each == other.get(fqn) for other in everyone)}
         return frozenset(name for names in everyone for name in names)
 
     def _group(self, is_sharded: bool) -> dist.ProcessGroup:
@@ -452,7 +450,11 @@ class GradientReducer:
         buckets = [_Bucket(flat=flat, scratch=scratch, group=group, complete_at=-1) for _ in range(layout.num_buckets)]
         gradients = [
             WholeGradient(
-                fqn=fqn, parameter=self._parameters[fqn], flat=flat, buckets=[buckets[at] for at in slot.buckets]
+                fqn=fqn,
+                parameter=self._parameters[fqn],
+                flat=flat,
+                strides=self._strides.get(fqn) or torch.empty(self._parameters[fqn].shape, device="meta").stride(),
+                buckets=[buckets[at] for at in slot.buckets],
             )
             for fqn, slot in layout.slots.items()
         ]

@@ -432,6 +432,49 @@ def test_elements_have_the_order_of_the_parameter_as_fused_optimizers_want() -> 
     assert all(run_world(2, work))
 
 
+def test_elements_meet_whatever_order_they_have_on_some_rank() -> None:
+    """From the start, or where one changes later and its vector is renewed."""
+
+    def build_conv() -> nn.Conv2d:
+        torch.manual_seed(0)
+        return nn.Conv2d(3, 4, 3)
+
+    def image(rank: int) -> Tensor:
+        return torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(rank))
+
+    def local(rank: int) -> Gradients:
+        conv = build_conv()
+        conv(image(rank)).square().sum().backward()
+        return gradients(conv)
+
+    def close(grad: Tensor | None, mean: Tensor | None, param: Tensor) -> bool:
+        assert grad is not None
+        assert mean is not None
+        return torch.allclose(grad, mean, rtol=1e-4) and grad.stride() == param.stride()
+
+    def work(rank: int) -> list[bool]:
+        differs, changes = build_conv(), build_conv()
+        if rank == 1:
+            differs.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        found = []
+        for conv in (differs, changes):
+            reducer, kept = reducer_of(conv, nbytes=64), []
+            for step in range(2):
+                if step and rank == 0:
+                    conv.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+                    kept.append(conv.weight.grad)
+                conv.zero_grad()
+                reducer.prepare(sync=True)
+                conv(image(rank)).square().sum().backward()
+                reducer.finish()
+                found += [close(p.grad, want[name], p) for name, p in conv.named_parameters()]
+        return found
+
+    per_rank = [local(rank) for rank in range(2)]
+    want = {name: mean_in_rank_order(per_rank, name) for name in per_rank[0]}
+    assert run_world(2, work) == [[True] * 8] * 2
+
+
 @pytest.mark.parametrize("nbytes", [64, 4_000, 10**6])
 def test_two_ranks_have_the_bits_of_the_sum_in_rank_order(nbytes: int) -> None:
     """Whatever the backend's algorithm: several all-reduces are under way at once."""
