@@ -144,7 +144,7 @@ class _Gradient:
     def fill(self) -> None:
         """Copy the gradient into its buckets, or zeros; call before these are launched. Raises `ConfigurationError` if sparse."""
         grad = self.parameter.grad
-        if grad is not None and grad.is_sparse:
+        if grad is not None and grad.layout is not torch.strided:
             raise ConfigurationError(
                 f"`{self.fqn}` has a sparse gradient, which cannot be reduced in a static bucket. "
                 "Build its module with `sparse=False`."
@@ -214,7 +214,8 @@ class _FlatVector:
         for gradient in self._gradients:
             grad = gradient.parameter.grad
             gradient.fresh = grad is None
-            users += grad is not None and grad.data_ptr() == gradient.flat.data_ptr()
+            if grad is not None and grad.layout is torch.strided:  # without elements: address 0, and never lent
+                users += 0 != grad.data_ptr() == gradient.flat.data_ptr()
         self._times_kept = self._times_kept + 1 if _users_of(self._flat) > users else 0
         if self._times_kept:
             self._take(torch.zeros_like(self._flat))
@@ -227,7 +228,7 @@ class _FlatVector:
             bucket.flat = flat[slice(*self._layout.interval(at))]
         for gradient, slot in zip(self._gradients, self._layout.slots.values(), strict=True):
             gradient.flat = flat[slot.start : slot.stop].as_strided(gradient.parameter.shape, gradient.strides)
-            gradient.lends = self._times_kept < 2
+            gradient.lends = slot.start < slot.stop and self._times_kept < 2
         self._own_users = _users_of(flat)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from datetime import timedelta
@@ -651,6 +653,45 @@ def test_a_sparse_gradient_is_an_error() -> None:
         assert "sparse=False" in message
 
 
+def test_a_sparse_gradient_of_an_earlier_micro_batch_is_an_error() -> None:
+    """It is refused with the same words."""
+
+    def work(_: int) -> str:
+        model = nn.Embedding(4, 2, sparse=True)
+        reducer = reducer_of(model)
+        for sync in (False, True):
+            reducer.prepare(sync=sync)
+            with pytest.raises(ConfigurationError) if sync else nullcontext() as error:
+                model(torch.tensor([1])).sum().backward()
+        return str(error)
+
+    for message in run_world(2, work):
+        assert "`weight`" in message
+
+
+def test_a_parameter_without_elements_keeps_no_memory_and_hides_none() -> None:
+    """Its gradient's address says nothing: the others' memory stays, and moves where a gradient is kept."""
+
+    def work(rank: int) -> list[bool]:
+        model = nn.ParameterList([torch.ones(5), torch.ones(0), torch.ones(0, 3)])
+        reducer = reducer_of(model)
+        places, kept = [], []
+        for step in range(4):
+            model.zero_grad()
+            reducer.prepare(sync=True)
+            sum(each.sum() for each in list(model)[: 3 - rank]).backward()
+            reducer.finish()
+            grad = model[0].grad
+            assert grad is not None
+            places.append(grad.data_ptr())
+            if step == 2:
+                kept.append(grad)
+            del grad
+        return [places[0] == places[1] == places[2], places[3] != places[2]]
+
+    assert run_world(2, work) == [[True] * 2] * 2
+
+
 def test_a_bucket_waits_for_every_stream_that_has_filled_it() -> None:
     """Hooks of backward run on the streams of their forwards; the last hook's is not that of all."""
 
@@ -694,6 +735,20 @@ def test_on_a_device_the_lane_waits_for_all_of_them(monkeypatch: pytest.MonkeyPa
     result = CollectiveQueue().submit(lambda: torch.ones(2), torch.device("cuda", 0), after)
     assert sorted(waited) == ["current", "first", "second"]
     assert result.wait().tolist() == [1.0, 1.0]
+
+
+def test_an_idle_lane_keeps_nothing_of_its_last_job() -> None:
+    """It would else hold the memory of a reducer."""
+    lane, gone = CollectiveQueue(), threading.Event()
+
+    def work() -> Tensor:
+        return torch.ones(2)
+
+    weakref.finalize(work, gone.set)
+    lane.submit(work, torch.device("cpu")).wait()
+    del work
+    assert gone.wait(10)
+    lane.close()
 
 
 def test_a_failed_collective_is_raised_where_its_result_is_needed() -> None:
