@@ -35,6 +35,7 @@ from typing_extensions import override
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.parallel._buckets import BucketLayout, plan_buckets
 from lightning_moe_ckpt.parallel._collectives import (
     CollectiveQueue,
     is_same_sum,
@@ -55,60 +56,6 @@ _REDUCE: dict[ReductionMode, tuple[Callable[..., Tensor], Callable[..., Tensor]]
     "allreduce": (plain_all_reduce, plain_reduce_scatter),
 }
 """Reductions by mode: to all ranks, and to each rank its row."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BucketSlot:
-    """The interval `[start, stop)` of one parameter in the flat vector, and the buckets it touches."""
-
-    start: int
-    stop: int
-    buckets: range
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BucketLayout:
-    """A flat vector of `numel` elements cut into `bucket_numel` pieces; only the last may be shorter."""
-
-    slots: dict[str, BucketSlot]
-    """Intervals by parameter name, in the order of the vector."""
-    numel: int
-    bucket_numel: int
-
-    def interval(self, bucket: int) -> tuple[int, int]:
-        """Return first and one past the last element of a bucket."""
-        start = bucket * self.bucket_numel
-        return start, min(start + self.bucket_numel, self.numel)
-
-    @property
-    def num_buckets(self) -> int:
-        """Number of buckets."""
-        return -(-self.numel // self.bucket_numel)
-
-
-def plan_buckets(numels: Mapping[str, int], *, bucket_numel: int, multiple: int) -> BucketLayout:
-    """Lay out parameters given in order of registration.
-
-    Args:
-        numels: elements per parameter.
-        bucket_numel: elements per bucket, before rounding.
-        multiple: the group's size; bucket sizes are multiples of it, so that chunks are equal.
-
-    Returns:
-        The layout; the vector is padded to a multiple of `multiple`.
-    """
-    bucket_numel = _round_up(max(bucket_numel, 1), multiple)
-    slots: dict[str, BucketSlot] = {}
-    start = 0
-    for name, numel in reversed(list(numels.items())):
-        stop = start + numel
-        slots[name] = BucketSlot(start=start, stop=stop, buckets=range(start // bucket_numel, -(-stop // bucket_numel)))
-        start = stop
-    return BucketLayout(slots=slots, numel=_round_up(start, multiple), bucket_numel=bucket_numel)
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 @dataclass(kw_only=True, eq=False)
@@ -171,7 +118,7 @@ class WholeGradient(_Gradient):
     lends: bool = True
     """Whether `.grad` may become that place, and not a copy."""
     version: int = 0
-    """Version of the gradient that was sent, which only matters in this place."""
+    """Version of a gradient that was there already, as it was sent; reductions do not change it."""
 
     @override
     def send(self, grad: Tensor | None) -> None:
@@ -188,9 +135,10 @@ class WholeGradient(_Gradient):
             return
         grad = self.parameter.grad
         lends = self.lends and self.flat.stride() == self.parameter.stride()  # which fused optimizers want
+        # A gradient with a graph keeps it.
         if grad is None or (lends and self.fresh and grad.dtype is self.flat.dtype and not grad.requires_grad):
             self.parameter.grad = self.flat.data if lends else torch.empty_like(self.parameter).copy_(self.flat)
-        elif grad.data_ptr() != self.flat.data_ptr():
+        elif self.fresh or grad.data_ptr() != self.flat.data_ptr():
             grad.copy_(self.flat)
         elif grad._version != self.version:  # noqa: SLF001
             raise ConfigurationError(
