@@ -15,8 +15,8 @@ parameter, so a bucket never exceeds its size however large a stacked expert ten
 
 If a parameter has a shard, its gradient ends as the shard's, on the rank that owns the piece, see `ShardBuckets`.
 
-Invariant: the layout is a pure function of names, shapes and sizes. Messages and their order depend on the layout
-alone, not on which gradients exist.
+Invariant: the layout is a pure function of what all ranks have alike: names, shapes, sizes and strides. Messages and their
+order depend on the layout alone, not on which gradients exist.
 """
 
 from __future__ import annotations
