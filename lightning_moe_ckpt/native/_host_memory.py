@@ -340,7 +340,8 @@ def spell_compiled(library: Library, columns: Sequence[TextColumn]) -> bytes:
         values = np.ascontiguousarray(numbers, np.int64)
         text = np.frombuffer(b"\0" + "".join(texts or ()).encode("ascii"), np.uint8)[1:]  # a place even if empty
         bounds = np.cumsum([0, *map(len, texts or ())], dtype=np.int64)
-        nbytes += int(np.diff(bounds)[values[values >= 0]].sum()) if texts else count * len(str(values.max(initial=0)))
+        longest = len(str(values.max(initial=0)))
+        nbytes += count * longest if texts is None else int(np.diff(bounds)[values[values >= 0]].sum())
         kept += [text, bounds, values]
     spelled = np.array([each.ctypes.data for each in kept], np.uint64)
     spelled[::3] *= [texts is not None for texts, _ in columns]

@@ -272,7 +272,7 @@ class CollectiveQueue:
             except Exception as error:  # noqa: BLE001  # thread entry: the waiter raises it
                 future.set_exception(error)  # type: ignore[arg-type]  # its stub says the result type
             # The error has this frame, the future has the error, and the collector does not look into futures.
-            del work, future
+            del job, work, future
 
 
 def stream_writing(tensor: Tensor) -> torch.cuda.Stream | None:

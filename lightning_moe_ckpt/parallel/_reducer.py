@@ -1,9 +1,9 @@
 """Reduce gradients over the ranks that share a parameter, with bits that no bucket, freeze or restart can change.
 
-Hooks copy each finished gradient into a static flat buffer, and let `.grad` be its place there. Full buckets are reduced
-during the rest of the backward pass, in the same order on all ranks. A missing gradient (frozen or unused, perhaps on this
-rank only) counts as zero, and stays `None` only if no replica has one. A gradient that was there before backward keeps its
-memory. Gradients that somebody keeps from an earlier step are never overwritten: the buffer leaves its memory to them.
+Hooks copy each finished gradient into a static flat buffer. Full buckets are reduced during the rest of the backward pass, in
+the same order on all ranks; then `.grad` becomes its place there, and what later hooks made of it is lost. A missing gradient
+(frozen or unused, perhaps on this rank only) counts as zero, and stays `None` only if no replica has one. A gradient that was
+there before backward keeps its memory. Gradients that somebody keeps from an earlier step are never overwritten: the buffer leaves its memory to them.
 
 * Replicated parameters: the mean over all the stage's ranks, which is the world without pipelining.
 * Expert-parallel parameters: the sum over the ranks that hold the same experts, divided by the count of the stage's ranks,
@@ -15,8 +15,8 @@ parameter, so a bucket never exceeds its size however large a stacked expert ten
 
 If a parameter has a shard, its gradient ends as the shard's, on the rank that owns the piece, see `ShardBuckets`.
 
-Invariant: the layout is a pure function of names, shapes and sizes. Messages and their order depend on the layout
-alone, not on which gradients exist.
+Invariant: the layout is a pure function of what all ranks have alike: names, shapes, sizes and strides. Messages and their
+order depend on the layout alone, not on which gradients exist.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from typing_extensions import override
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.parallel._buckets import BucketLayout, plan_buckets
 from lightning_moe_ckpt.parallel._collectives import (
     CollectiveQueue,
     is_same_sum,
@@ -55,60 +56,6 @@ _REDUCE: dict[ReductionMode, tuple[Callable[..., Tensor], Callable[..., Tensor]]
     "allreduce": (plain_all_reduce, plain_reduce_scatter),
 }
 """Reductions by mode: to all ranks, and to each rank its row."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BucketSlot:
-    """The interval `[start, stop)` of one parameter in the flat vector, and the buckets it touches."""
-
-    start: int
-    stop: int
-    buckets: range
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BucketLayout:
-    """A flat vector of `numel` elements cut into `bucket_numel` pieces; only the last may be shorter."""
-
-    slots: dict[str, BucketSlot]
-    """Intervals by parameter name, in the order of the vector."""
-    numel: int
-    bucket_numel: int
-
-    def interval(self, bucket: int) -> tuple[int, int]:
-        """Return first and one past the last element of a bucket."""
-        start = bucket * self.bucket_numel
-        return start, min(start + self.bucket_numel, self.numel)
-
-    @property
-    def num_buckets(self) -> int:
-        """Number of buckets."""
-        return -(-self.numel // self.bucket_numel)
-
-
-def plan_buckets(numels: Mapping[str, int], *, bucket_numel: int, multiple: int) -> BucketLayout:
-    """Lay out parameters given in order of registration.
-
-    Args:
-        numels: elements per parameter.
-        bucket_numel: elements per bucket, before rounding.
-        multiple: the group's size; bucket sizes are multiples of it, so that chunks are equal.
-
-    Returns:
-        The layout; the vector is padded to a multiple of `multiple`.
-    """
-    bucket_numel = _round_up(max(bucket_numel, 1), multiple)
-    slots: dict[str, BucketSlot] = {}
-    start = 0
-    for name, numel in reversed(list(numels.items())):
-        stop = start + numel
-        slots[name] = BucketSlot(start=start, stop=stop, buckets=range(start // bucket_numel, -(-stop // bucket_numel)))
-        start = stop
-    return BucketLayout(slots=slots, numel=_round_up(start, multiple), bucket_numel=bucket_numel)
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 @dataclass(kw_only=True, eq=False)
@@ -144,7 +91,7 @@ class _Gradient:
     def fill(self) -> None:
         """Copy the gradient into its buckets, or zeros; call before these are launched. Raises `ConfigurationError` if sparse."""
         grad = self.parameter.grad
-        if grad is not None and grad.is_sparse:
+        if grad is not None and grad.layout is not torch.strided:
             raise ConfigurationError(
                 f"`{self.fqn}` has a sparse gradient, which cannot be reduced in a static bucket. "
                 "Build its module with `sparse=False`."
@@ -165,7 +112,13 @@ class WholeGradient(_Gradient):
     """A gradient that all ranks get, in its place of the flat vector."""
 
     flat: Tensor
-    """Place in the flat vector, in the parameter's shape and strides."""
+    """Place in the flat vector, in the parameter's shape."""
+    strides: tuple[int, ...]
+    """Strides there: the parameter's if all ranks had the same as it was laid out, or contiguous."""
+    lends: bool = True
+    """Whether `.grad` may become that place, and not a copy."""
+    version: int = 0
+    """Version of a gradient that was there already, as it was sent; reductions do not change it."""
 
     @override
     def send(self, grad: Tensor | None) -> None:
@@ -173,25 +126,34 @@ class WholeGradient(_Gradient):
             self.flat.zero_()
         elif grad.data_ptr() != self.flat.data_ptr():
             self.flat.copy_(grad)
-            if self.fresh and grad.dtype is self.flat.dtype and not torch.is_grad_enabled():  # else it has a graph
-                self.parameter.grad = self.flat.data  # with versions of its own; backward's memory is free for the next
+        else:
+            self.version = grad._version  # noqa: SLF001  # torch has no public one
 
     @override
     def write_back(self, *, present: bool) -> None:
+        if not present:
+            return
         grad = self.parameter.grad
-        if grad is None:
-            self.parameter.grad = self.flat.data if present else None
-        elif grad.data_ptr() != self.flat.data_ptr():
+        lends = self.lends and self.flat.stride() == self.parameter.stride()  # which fused optimizers want
+        # A gradient with a graph keeps it.
+        if grad is None or (lends and self.fresh and grad.dtype is self.flat.dtype and not grad.requires_grad):
+            self.parameter.grad = self.flat.data if lends else torch.empty_like(self.parameter).copy_(self.flat)
+        elif self.fresh or grad.data_ptr() != self.flat.data_ptr():
             grad.copy_(self.flat)
+        elif grad._version != self.version:  # noqa: SLF001
+            raise ConfigurationError(
+                f"The gradient of `{self.fqn}` was edited while it was being reduced. Edit it in `on_before_optimizer_step`, "
+                "or in a hook of the parameter that is registered before the strategy is set up."
+            )
 
 
 class _FlatVector:
-    """Memory for one kind's whole gradients, new whenever somebody keeps a gradient in it."""
+    """Memory for one kind's whole gradients, new if somebody keeps one; if so twice in a row, gradients are copies."""
 
     def __init__(
         self, layout: BucketLayout, flat: Tensor, gradients: list[WholeGradient], buckets: list[_Bucket]
     ) -> None:
-        self._layout, self._gradients, self._buckets = layout, gradients, buckets
+        self._layout, self._gradients, self._buckets, self._times_kept = layout, gradients, buckets, 0
         self._take(flat)
 
     def begin_step(self) -> None:
@@ -200,23 +162,22 @@ class _FlatVector:
         for gradient in self._gradients:
             grad = gradient.parameter.grad
             gradient.fresh = grad is None
-            users += grad is not None and grad.data_ptr() == gradient.flat.data_ptr()
-        if _users_of(self._flat) > users:
+            if grad is not None and grad.layout is torch.strided:  # without elements: address 0, and never lent
+                users += 0 != grad.data_ptr() == gradient.flat.data_ptr()
+        self._times_kept = self._times_kept + 1 if _users_of(self._flat) > users else 0
+        if self._times_kept:
             self._take(torch.zeros_like(self._flat))
+        if self._times_kept == 2:  # then nobody can keep any more
+            log.info("something keeps gradients from step to step: their %d bytes are now copied", self._flat.nbytes)
 
     def _take(self, flat: Tensor) -> None:
         self._flat = flat
         for at, bucket in enumerate(self._buckets):
             bucket.flat = flat[slice(*self._layout.interval(at))]
         for gradient, slot in zip(self._gradients, self._layout.slots.values(), strict=True):
-            gradient.flat = _shaped(flat[slot.start : slot.stop], gradient.parameter)
+            gradient.flat = flat[slot.start : slot.stop].as_strided(gradient.parameter.shape, gradient.strides)
+            gradient.lends = slot.start < slot.stop and self._times_kept < 2
         self._own_users = _users_of(flat)
-
-
-def _shaped(part: Tensor, like: Tensor) -> Tensor:
-    """Return a view in the parameter's shape and strides, which fused optimizers want."""
-    is_dense = torch.empty_like(like, device="meta").stride() == like.stride()
-    return part.as_strided(like.shape, like.stride()) if is_dense else part.view(like.shape)
 
 
 def _users_of(flat: Tensor) -> int:
@@ -415,9 +376,12 @@ class GradientReducer:
         return same and bucket.own is None and bucket.flat.is_cpu
 
     def _agree_on_names(self) -> frozenset[str]:
-        own = [fqn for fqn, parameter in self._parameters.items() if parameter.requires_grad]
-        everyone: list[list[str]] = [[] for _ in range(self._groups.stage_size)]
+        # Strides that differ, perhaps since a rank has it frozen, are as good as none: ranks have to agree on the order.
+        like = {fqn: parameter for fqn, parameter in self._parameters.items() if parameter.requires_grad}
+        own = {fqn: torch.empty_like(parameter, device="meta").stride() for fqn, parameter in like.items()}
+        everyone = [own] * self._groups.stage_size
         dist.all_gather_object(everyone, own, group=self._groups.group("stage_control"))
+        self._strides = {fqn: each for fqn, each in own.items() if all(each == other.get(fqn) for other in everyone)}
         return frozenset(name for names in everyone for name in names)
 
     def _group(self, is_sharded: bool) -> dist.ProcessGroup:
@@ -435,7 +399,11 @@ class GradientReducer:
         buckets = [_Bucket(flat=flat, scratch=scratch, group=group, complete_at=-1) for _ in range(layout.num_buckets)]
         gradients = [
             WholeGradient(
-                fqn=fqn, parameter=self._parameters[fqn], flat=flat, buckets=[buckets[at] for at in slot.buckets]
+                fqn=fqn,
+                parameter=self._parameters[fqn],
+                flat=flat,
+                strides=self._strides.get(fqn) or torch.empty(self._parameters[fqn].shape, device="meta").stride(),
+                buckets=[buckets[at] for at in slot.buckets],
             )
             for fqn, slot in layout.slots.items()
         ]

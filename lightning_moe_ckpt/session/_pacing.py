@@ -434,8 +434,8 @@ class Governor:
         self.rest_seconds = {tier.worker.name: 0.0 for tier in self.measured.tiers}
         """Seconds that each tier rests after a generation; the same on all ranks."""
         self._period = 1
-        self._began, self._decided = clock(), 0
-        """Time of creation in seconds by the clock, and step of the newest decision."""
+        self._decided = 0
+        """Step of the newest decision."""
         self._asked = False
         """Whether the votes under way carry costs."""
         self._said: dict[str, float] = {}
@@ -483,7 +483,7 @@ class Governor:
             self.measured.mark()
         is_large = int(self.measured.window_nbytes >= _LARGE_NBYTES)
         if not self._asked or self.measured.seconds < self._least_seconds:
-            step = round((self._clock() - self._began) / (steps + 1) * _PPM)
+            step = round(self.measured.seconds / max(1, steps) * _PPM)  # 0 before the first: not known
             return PacingVote(0, 0, is_large, step, 0, 0, 0, (0, 0) * len(self.rest_seconds))
         costs = self.measured.costs(self._target)
         step, base, window, owed = (round(each * _PPM) for each in (costs.step, costs.base, costs.window, costs.owed))

@@ -103,6 +103,9 @@ class _StepRecorder:
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._num_steps += 1
         self._versions = self._now()
+        if self._num_steps > 1:  # to one boundary: not taken, so their memory is let go
+            self._consumed = {}
+            return
         settings: dict[int, StepSettings] = {}
         for fqn, param in self._params.items():
             group = self._view.schema.adam_group(param)

@@ -30,7 +30,8 @@ def test_parts_without_a_value_for_each_row_are_refused() -> None:
     for part in (np.arange(2), (TEXTS, np.zeros(4, np.int64))):
         with pytest.raises((AssertionError, ValueError)):
             spell_rows([part], 3)
-    with pytest.raises((IndexError, NativeError)):
-        spell_rows([(["a"], np.array([1]))], 1)
+    for texts, index in ((["a"], 1), ([], 0)):
+        with pytest.raises((IndexError, NativeError)):
+            spell_rows([(texts, np.array([index]))], 1)
     with pytest.raises(UnicodeEncodeError):
         spell_rows(["ü"], 1)

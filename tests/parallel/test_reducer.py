@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -300,6 +303,30 @@ def test_gradients_lie_in_the_buckets_and_leave_them_to_who_keeps_one() -> None:
     assert run_world(2, work) == [[True] * 5] * 2
 
 
+def test_who_keeps_gradients_in_each_step_gets_copies() -> None:
+    """One small gradient per step would else keep the memory of all; said once."""
+
+    def work(rank: int) -> tuple[list[str], list[bool]]:
+        said: list[str] = []
+        vars(_reducer)["log"] = SimpleNamespace(info=lambda text, *args: said.append(text % args), debug=Mock())
+        model = build()
+        reducer = reducer_of(model)
+        bias = model.layers["a"].bias
+        kept, copies, alone = [], [], []
+        for step in range(6):
+            step_with(reducer, model, rank, ["a"] if rank == step % 2 else [], step=step)
+            assert isinstance(bias.grad, Tensor)
+            kept.append(bias.grad)
+            copies.append(bias.grad.clone())
+            alone.append(bias.grad.untyped_storage().nbytes() == bias.grad.nbytes)
+        assert all(map(torch.equal, kept, copies))
+        return said, alone
+
+    for said, alone in run_world(2, work):
+        assert [text.split(":")[0] for text in said] == ["something keeps gradients from step to step"]
+        assert alone == [False] * 2 + [True] * 4
+
+
 @pytest.mark.parametrize("mode", ["ordered", "allreduce"])
 def test_gradients_that_are_zeroed_in_place_have_the_bits_of_fresh_ones(mode: ReductionMode) -> None:
     """Layers that some ranks leave out at some steps, and accumulation in front of every second reduction."""
@@ -322,6 +349,43 @@ def test_gradients_that_are_zeroed_in_place_have_the_bits_of_fresh_ones(mode: Re
         return all(found)
 
     assert all(run_world(2, work))
+
+
+def test_edits_after_a_gradient_was_sent_are_discarded_or_refused() -> None:
+    """By hooks registered later: a fresh gradient ends as the mean; one in its place of the vector may have been half sent."""
+
+    def edit(param: Tensor) -> None:
+        assert param.grad is not None
+        param.grad.mul_(3)
+
+    def work(rank: int) -> tuple[Gradients, str]:
+        model = build()
+        reducer = reducer_of(model, nbytes=10**6)
+        reducer.prepare(sync=True)
+        weight: Any = model.layers["d"].weight
+        hook = weight.register_post_accumulate_grad_hook(edit)
+        model(tokens(rank)).backward()
+        reducer.finish()
+        found = gradients(model)
+        model.zero_grad(set_to_none=False)
+        reducer.prepare(sync=True)
+        model(tokens(rank)).backward()
+        with pytest.raises(ConfigurationError) as error:
+            reducer.finish()
+        hook.remove()
+        model.zero_grad(set_to_none=False)
+        reducer.prepare(sync=True)
+        model(tokens(rank)).backward()
+        reducer.finish()
+        assert same(found, gradients(model))
+        return found, str(error.value)
+
+    per_rank = [local_gradients(rank) for rank in range(2)]
+    want = {name: mean_in_rank_order(per_rank, name) for name in per_rank[0]}
+    for got, message in run_world(2, work):
+        assert same(got, want)
+        assert "`layers.d.weight`" in message
+        assert "on_before_optimizer_step" in message
 
 
 @pytest.mark.parametrize("graph", [False, True])
@@ -368,6 +432,49 @@ def test_elements_have_the_order_of_the_parameter_as_fused_optimizers_want() -> 
         return grad is not None and grad.stride() == conv.weight.stride()
 
     assert all(run_world(2, work))
+
+
+def test_elements_meet_whatever_order_they_have_on_some_rank() -> None:
+    """From the start, or where one changes later and its vector is renewed."""
+
+    def build_conv() -> nn.Conv2d:
+        torch.manual_seed(0)
+        return nn.Conv2d(3, 4, 3)
+
+    def image(rank: int) -> Tensor:
+        return torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(rank))
+
+    def local(rank: int) -> Gradients:
+        conv = build_conv()
+        conv(image(rank)).square().sum().backward()
+        return gradients(conv)
+
+    def close(grad: Tensor | None, mean: Tensor | None, param: Tensor) -> bool:
+        assert grad is not None
+        assert mean is not None
+        return torch.allclose(grad, mean, rtol=1e-4) and grad.stride() == param.stride()
+
+    def work(rank: int) -> list[bool]:
+        differs, changes = build_conv(), build_conv()
+        if rank == 1:
+            differs.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        found = []
+        for conv in (differs, changes):
+            reducer, kept = reducer_of(conv, nbytes=64), []
+            for step in range(2):
+                if step and rank == 0:
+                    conv.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+                    kept.append(conv.weight.grad)
+                conv.zero_grad()
+                reducer.prepare(sync=True)
+                conv(image(rank)).square().sum().backward()
+                reducer.finish()
+                found += [close(p.grad, want[name], p) for name, p in conv.named_parameters()]
+        return found
+
+    per_rank = [local(rank) for rank in range(2)]
+    want = {name: mean_in_rank_order(per_rank, name) for name in per_rank[0]}
+    assert run_world(2, work) == [[True] * 8] * 2
 
 
 @pytest.mark.parametrize("nbytes", [64, 4_000, 10**6])
@@ -546,6 +653,45 @@ def test_a_sparse_gradient_is_an_error() -> None:
         assert "sparse=False" in message
 
 
+def test_a_sparse_gradient_of_an_earlier_micro_batch_is_an_error() -> None:
+    """It is refused with the same words."""
+
+    def work(_: int) -> str:
+        model = nn.Embedding(4, 2, sparse=True)
+        reducer = reducer_of(model)
+        for sync in (False, True):
+            reducer.prepare(sync=sync)
+            with pytest.raises(ConfigurationError) if sync else nullcontext() as error:
+                model(torch.tensor([1])).sum().backward()
+        return str(error)
+
+    for message in run_world(2, work):
+        assert "`weight`" in message
+
+
+def test_a_parameter_without_elements_keeps_no_memory_and_hides_none() -> None:
+    """Its gradient's address says nothing: the others' memory stays, and moves where a gradient is kept."""
+
+    def work(rank: int) -> list[bool]:
+        model = nn.ParameterList([torch.ones(5), torch.ones(0), torch.ones(0, 3)])
+        reducer = reducer_of(model)
+        places, kept = [], []
+        for step in range(4):
+            model.zero_grad()
+            reducer.prepare(sync=True)
+            sum(each.sum() for each in list(model)[: 3 - rank]).backward()
+            reducer.finish()
+            grad = model[0].grad
+            assert grad is not None
+            places.append(grad.data_ptr())
+            if step == 2:
+                kept.append(grad)
+            del grad
+        return [places[0] == places[1] == places[2], places[3] != places[2]]
+
+    assert run_world(2, work) == [[True] * 2] * 2
+
+
 def test_a_bucket_waits_for_every_stream_that_has_filled_it() -> None:
     """Hooks of backward run on the streams of their forwards; the last hook's is not that of all."""
 
@@ -589,6 +735,20 @@ def test_on_a_device_the_lane_waits_for_all_of_them(monkeypatch: pytest.MonkeyPa
     result = CollectiveQueue().submit(lambda: torch.ones(2), torch.device("cuda", 0), after)
     assert sorted(waited) == ["current", "first", "second"]
     assert result.wait().tolist() == [1.0, 1.0]
+
+
+def test_an_idle_lane_keeps_nothing_of_its_last_job() -> None:
+    """It would else hold the memory of a reducer."""
+    lane, gone = CollectiveQueue(), threading.Event()
+
+    def work() -> Tensor:
+        return torch.ones(2)
+
+    weakref.finalize(work, gone.set)
+    lane.submit(work, torch.device("cpu")).wait()
+    del work
+    assert gone.wait(10)
+    lane.close()
 
 
 def test_a_failed_collective_is_raised_where_its_result_is_needed() -> None:

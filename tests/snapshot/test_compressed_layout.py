@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 
@@ -63,3 +64,20 @@ def test_every_part_that_a_rank_writes_is_in_its_place(world_size: int, ep_size:
             recorder.release()
         recorder.close()
         assert max(Counter(field.shard.slice.fqn for field in fields).values()) > 1, "experts of one parameter"
+
+
+def test_gradients_of_several_steps_to_one_boundary_are_let_go() -> None:
+    """They cannot be repeated from the last step's gradients."""
+    view, _ = rank_of_world(0, 1, 1)
+    view.repeatable = frozenset(view.params)
+    recorder, kept = DifferentialRecorder(view), []
+    for _step in range(2):
+        for param in view.params.values():
+            param.grad = torch.randn_like(param)
+        kept.append(weakref.ref(next(iter(view.params.values())).grad))
+        recorder.step_begins()
+        view.schema.optimizer.step()
+    view.schema.optimizer.zero_grad()
+    assert [each() for each in kept] == [None, None]
+    assert not recorder.boundary()
+    recorder.close()
