@@ -53,7 +53,7 @@ class CheckpointArguments(StorageArguments, total=False):
         overhead_target: share of training's time that checkpoints may cost; `None` for as fast as possible. Measured while
             training, from its second second and 20th step on. Where it is more, windows start less often (`every_n_steps`
             means at most every so many), and storage and copies on other nodes rest between generations; what was more
-            before is paid back. Until it is measured, windows of 8 MiB or more start 20 steps apart or more.
+            before is paid back.
         storage_at_least: longest time that `overhead_target` may keep windows, storage and copies waiting from one
             generation to the next: a `timedelta`, seconds, or text such as `10min`.
         replicas: copies of every rank's generations in the memory of other nodes; `auto` is one where the ranks are on

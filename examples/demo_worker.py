@@ -86,7 +86,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         torch.backends.cuda.enable_mem_efficient_sdp(False)
     model = MoEGPT(Architecture(num_blocks=args.blocks), Recipe(total_steps=args.steps))
     records = Records(args.out)
-    checkpoint = SparseCheckpoint(args.checkpoints, window=args.window) if args.checkpoints else None
+    # Without a target storage gets windows from the first one on: the demo ends before their cost would be known.
+    checkpoint = (
+        SparseCheckpoint(args.checkpoints, window=args.window, overhead_target=None) if args.checkpoints else None
+    )
     trainer = Trainer(
         accelerator=args.accelerator,
         devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),

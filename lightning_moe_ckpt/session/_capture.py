@@ -29,7 +29,7 @@ from lightning_moe_ckpt.session._tiers import Tiers
 from lightning_moe_ckpt.session._window import Chain, TiersVote, Window, WindowVote, gather_votes
 from lightning_moe_ckpt.snapshot import GradientRecorder, WindowCopies, WindowLayout
 from lightning_moe_ckpt.storage import GenerationId
-from lightning_moe_ckpt.tiers import PEER, STORAGE, MissedWindows, RingRoom, Rings, SegmentRing, has_plenty
+from lightning_moe_ckpt.tiers import HOST, PEER, STORAGE, MissedWindows, RingRoom, Rings, SegmentRing, has_plenty
 
 log = rank_logger(__name__)
 
@@ -150,8 +150,8 @@ class WindowMemory:
         parts = {**room.purposes, "copies of other ranks": self._tiers.reserved().get(PEER, 0)}
         journals, captured = len(layout.steps) * self._plans.journal_nbytes, layout.nbytes - sum(layout.copied)
         log.info(
-            "shared memory for %d generations: %s; each generation has %s of journals and %s captured for other ranks",
-            room.blocks,
+            "shared memory: host %s for %d generations (%s); each has %s of journals and %s captured for other ranks",
+            *(size_text(self._tiers.reserved().get(HOST, 0)), room.blocks),
             ", ".join(f"{purpose} {size_text(nbytes)}" for purpose, nbytes in parts.items() if nbytes),
             *(size_text(journals), size_text(captured)),
         )

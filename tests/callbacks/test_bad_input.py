@@ -493,7 +493,7 @@ def test_records_that_differ_on_one_rank_stop_all_of_them(tmp_path: Path) -> Non
     def checkpoint(rank: int) -> DenseCheckpoint:
         if rank == 1:  # in a process of its own
             check = RestoreSource.check_layouts
-            other: Any = SimpleNamespace(names=[], kinds=[], nbytes=0)
+            other: Any = SimpleNamespace(names=[], kinds=[], nbytes=0, header=b"")
             RestoreSource.check_layouts = lambda found, _: check(found, [other] * len(found.steps))  # type: ignore[assignment, method-assign]
         return DenseCheckpoint(url)
 
