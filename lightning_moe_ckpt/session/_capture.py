@@ -491,11 +491,11 @@ class CaptureSession:
         """Make room for a window; return the reason if some rank has none, else `None`. Collective."""
         if self._has_room_now(link=link):
             return None
-        if self.memory.is_short and self._chain is None:  # with a newer generation, tiers let go of the one they hold
+        if (self._chain is not None or not self.memory.is_short) and self._has_room_after_flush(link=link):
+            return None
+        if self._chain is None:  # with a newer generation, tiers let go of the one they hold
             self._tiers.offer(self._complete)
             self._tiers.make_room(self._complete)
-        elif self._has_room_after_flush(link=link):
-            return None
         ring = self.memory.ring
         return (
             f"memory has no room ({ring.usage} on this rank, read by {', '.join(self._tiers.busy) or 'nobody'}). If a tier hangs, "

@@ -82,7 +82,7 @@ def test_a_step_takes_a_fraction_of_a_snapshot_of_everything(tmp_path: Path) -> 
     assert lost.processed == 12 * 4 * 2, "12 batches of 4, each token to two experts"
     assert 0 < lost.unsaved["memory"] <= lost.unsaved["storage"] <= lost.processed
     # No other node has copies, so memory has room for one of each expert.
-    assert report.reserved_nbytes["host"] < 0.65 * dense.report.reserved_nbytes["host"]
+    assert report.reserved_nbytes["host"] < 0.85 * dense.report.reserved_nbytes["host"]
     assert dense.report.lost is None
     assert monitor.latest["moe/experts_per_generation"] == 1
     assert (monitor.latest["moe/plt"], monitor.latest["moe/mlt"], monitor.latest["moe/partial_faults"]) == (0, 0, 0)
