@@ -118,8 +118,8 @@ class RingRoom:
 
     @property
     def blocks(self) -> int:
-        """Number of generations; of those with some experts one more, so that the next begins before the newest is everywhere."""
-        return self.generations + bool(self.experts and self.back_to_back)
+        """Number of generations; one more where each step takes one, and the newest may not be everywhere as the next begins."""
+        return self.generations + (self.generations > 2 and self.back_to_back and len(self.steps) == 1)
 
     @property
     def purposes(self) -> dict[str, int]:
