@@ -367,8 +367,8 @@ class GradientReducer:
         for bucket in self._queue:
             bucket.direct = bucket.group not in apart
         self._queue.sort(key=lambda bucket: bucket.complete_at)
-        self._replicated = [fqn for fqn in self._parameters if fqn in self._known - self._sharded]
-        self._own_experts = [fqn for fqn in self._parameters if fqn in self._known & self._sharded]
+        replicated = [fqn for fqn in self._parameters if fqn in self._known - self._sharded]
+        self._voted = replicated, [fqn for fqn in self._parameters if fqn in self._known & self._sharded]
         log.debug("gradient reduction %s: %d gradients in %d buckets", self._mode, len(self._known), len(self._queue))
 
     def _is_plain(self, bucket: _Bucket) -> bool:
@@ -490,17 +490,18 @@ class GradientReducer:
         then exchange the flags shared by all ranks. The exchange runs on the host, which needs the result: a gradient is
         `None` or not.
         """
-        first, num_own = len(self._replicated), len(self._own_experts)
+        replicated, experts = self._voted
+        first, num_own = len(replicated), len(experts)
         own = slice(first + self._groups.ep_rank * num_own, first + (self._groups.ep_rank + 1) * num_own)
-        votes = [int(present[fqn]) for fqn in self._replicated] + [0] * (self._groups.ep_size * num_own)
-        votes[own] = [int(present[fqn]) for fqn in self._own_experts]
+        votes = [int(present[fqn]) for fqn in replicated] + [0] * (self._groups.ep_size * num_own)
+        votes[own] = [int(present[fqn]) for fqn in experts]
         exchanged = torch.tensor([*votes, *(self.flags[name] for name in self.flags)], dtype=torch.int32)
         dist.all_reduce(exchanged, dist.ReduceOp.MAX, group=self._groups.groups["stage_control"])
         found: list[int] = exchanged.tolist()
         self.agreed = dict(zip(self.flags, found[len(votes) :], strict=True))
         return {
-            **dict(zip(self._replicated, map(bool, found[:first]), strict=True)),
-            **dict(zip(self._own_experts, map(bool, found[own]), strict=True)),
+            **dict(zip(replicated, map(bool, found[:first]), strict=True)),
+            **dict(zip(experts, map(bool, found[own]), strict=True)),
         }
 
     def _write_back(self, present: Mapping[str, bool]) -> None:

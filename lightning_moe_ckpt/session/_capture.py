@@ -496,7 +496,6 @@ class CaptureSession:
         if (self._chain is not None or not self.memory.is_short) and self._has_room_after_flush(link=link):
             return None
         if self._chain is None:  # with a newer generation, tiers let go of the one they hold
-            self._tiers.offer(self._complete)
             self._tiers.make_room(self._complete)
         ring = self.memory.ring
         return (

@@ -253,11 +253,11 @@ class Tiers:
                 lane.worker.drain(timeout)
 
     def make_room(self, newest: Window | None) -> None:
-        """Let tiers hurry, and let go of what they hold for a newer generation if they have given up `newest`. On all ranks."""
+        """Give tiers the newest complete generation, and let them hurry; a tier without any lets go of what it holds. On all ranks."""
+        self.offer(newest)
         self.flush(0.0)
         for lane in self._lanes:
-            name, had = lane.worker.name, newest is not None and lane.worker in newest.workers
-            if had and newest is not None and newest.generation not in (*lane.given, self.everywhere.get(name)):
+            if lane.idle and not lane.given:
                 lane.worker.let_go()
 
     @property

@@ -254,6 +254,7 @@ class PeerWorker(TierWorker):
     @override
     def give_up(self, generation: GenerationId) -> None:
         self._base = None if generation == self._base else self._base
+        self._give_back(lambda held: held == generation)
 
     @override
     def let_go(self) -> None:
