@@ -176,7 +176,7 @@ class WindowMemory:
         self._generations = most if layout.record.plan.partial else min(chosen, most)
 
     def _put(self, layout: WindowLayout) -> None:
-        if self.ring.block >= 2 * (block := self._plans.room(layout, 2).block):
+        if not layout.record.plan.partial and self.ring.block >= 2 * (block := self._plans.room(layout, 2).block):
             self.ring.lay(block)  # shorter windows leave room for more of them
         self.layout = layout
         self.difference = self._plans.differential(layout) if self._chained else None
