@@ -119,7 +119,8 @@ class RingRoom:
     @property
     def blocks(self) -> int:
         """Number of generations; one more where each step takes one, and the newest may not be everywhere as the next begins."""
-        return self.generations + (self.generations > 2 and self.back_to_back and len(self.steps) == 1)
+        alone = self.links is None and len(self.steps) == 1
+        return self.generations + (self.generations > 2 and self.back_to_back and alone)
 
     @property
     def purposes(self) -> dict[str, int]:

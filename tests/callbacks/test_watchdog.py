@@ -181,9 +181,9 @@ class Watch(Callback):
 
 
 POLICIES: dict[str, tuple[Callable[[Path], CheckpointCallback], int]] = {
-    "dense": (lambda url: DenseCheckpoint(url, every_n_steps=1), 1),
-    "sparse": (lambda url: SparseCheckpoint(url, window=2), 2),
-    "partial": (lambda url: PartialExpertCheckpoint(url, every_n_steps=1, k=1), 1),
+    "dense": (lambda url: DenseCheckpoint(url, every_n_steps=1, overhead_target=None), 1),
+    "sparse": (lambda url: SparseCheckpoint(url, window=2, overhead_target=None), 2),
+    "partial": (lambda url: PartialExpertCheckpoint(url, every_n_steps=1, k=1, overhead_target=None), 1),
 }
 """With steps per window."""
 
