@@ -159,11 +159,11 @@ class WindowMemory:
 
     def _room(self, layout: WindowLayout, generations: int) -> RingRoom:
         """Return the room for a layout's windows."""
-        copies = 1 + any(
-            worker.name == PEER for worker in self._tiers.workers
-        )  # one completes other nodes' generations
-        room = replace(self._plans.room(layout, generations), copies=copies)
-        return replace(room, back_to_back=self._least_steps <= len(layout.steps))
+        has_peers = any(worker.name == PEER for worker in self._tiers.workers)
+        room, busy = self._plans.room(layout, generations), self._least_steps <= len(layout.steps)
+        return replace(
+            room, copies=1 + has_peers, back_to_back=busy
+        )  # of two copies one completes other nodes' generations
 
     def _choose_generations(self, layout: WindowLayout) -> None:
         """Decide how many generations this rank's ring has room for. Collective."""

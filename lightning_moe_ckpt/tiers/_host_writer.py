@@ -36,9 +36,8 @@ _GENERATIONS = 2
 RING_HEADROOM = 0.25
 """Share by which later budgets may exceed the first plan's, where generations have only some experts."""
 
-OTHER_PLANS = 1 / 64
+_OTHER_PLANS = 1 / 64
 """Share of a generation by which plans in another order pack worse."""
-
 
 _LAST_SECONDS = 2.0
 """Seconds that an incarnation's end waits for sealed segments to be digested."""
@@ -113,7 +112,7 @@ class RingRoom:
     def block(self) -> int:
         """Pages for a generation."""
         pages = sum(-(-nbytes // PAGE_NBYTES) for nbytes in self.steps)
-        share = RING_HEADROOM if self.experts else OTHER_PLANS if len(self.steps) > 1 else 0
+        share = RING_HEADROOM if self.experts else _OTHER_PLANS if len(self.steps) > 1 else 0
         return pages + int(share * pages)
 
     @property
@@ -125,10 +124,8 @@ class RingRoom:
     @property
     def purposes(self) -> dict[str, int]:
         """Bytes by purpose."""
-        kept, whole = (
-            sum(each.nbytes * each.slots for each in self.small),
-            sum(-(-n // PAGE_NBYTES) for n in self.steps),
-        )
+        kept = sum(each.nbytes * each.slots for each in self.small)
+        whole = sum(-(-nbytes // PAGE_NBYTES) for nbytes in self.steps)
         found = {
             "generations": self.blocks * whole * PAGE_NBYTES,
             "room for other plans": self.blocks * (self.block - whole) * PAGE_NBYTES,

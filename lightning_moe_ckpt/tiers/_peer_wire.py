@@ -50,11 +50,11 @@ from lightning_moe_ckpt.errors import CheckpointError, Corrupt
 from lightning_moe_ckpt.storage import GenerationId
 
 _MAGIC = 0x4D6F45_0006
-"""First number of every header: the protocol and its version, 5, in which generations may be differences."""
+"""First number of every header: the protocol and its version, 6, in which generations say the size of each segment."""
 _NUM_FIELDS = 16
 """Integers of 8 bytes in a header."""
 MAX_REASON_NBYTES, MAX_SIZES_NBYTES = 2**16, 2**16
-"""Most bytes of a refusal's reason."""
+"""Most bytes of a refusal's reason, and of a generation's sizes."""
 _TO_HOLDER, _TO_OWNER = 71, 72
 """Tags by direction: two ranks may each hold replicas of the other."""
 _FOREVER = timedelta(days=3650)

@@ -178,8 +178,8 @@ class SegmentRing(ExpertCopies):
     def can_begin(self, sizes: Sequence[int]) -> bool:
         """Return whether a window with segments of these bytes can begin.
 
-        The first must have room now; the others may take that of generations that go as soon as all ranks know that the
-        newest complete generation is complete everywhere.
+        A block must be free now; further ones may be those of generations that go as soon as all ranks know that the newest
+        complete generation is complete everywhere.
         """
         with self._lock:
             complete = [entry for entry in self._generations.values() if entry.state is GenerationState.COMPLETE]
