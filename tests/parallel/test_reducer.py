@@ -275,7 +275,12 @@ def test_the_result_is_not_a_view_of_the_bucket() -> None:
     assert all(run_world(3, work))
 
 
-def test_gradients_lie_in_the_buckets_and_leave_them_to_who_keeps_one() -> None:
+WORLDS = pytest.mark.parametrize("num_ranks", [2, 3])
+"""Two ranks reduce by an all-reduce for each bucket, three in the order of ranks."""
+
+
+@WORLDS
+def test_gradients_lie_in_the_buckets_and_leave_them_to_who_keeps_one(num_ranks: int) -> None:
     """Memory is the same in each step, unless a gradient, or a view of one, is kept."""
 
     def work(rank: int) -> list[bool]:
@@ -300,10 +305,11 @@ def test_gradients_lie_in_the_buckets_and_leave_them_to_who_keeps_one() -> None:
         moved = set(again(2)).isdisjoint(first)
         return [lies, stays, moved, torch.equal(kept, copy_of_it), again(3) == again(4)]
 
-    assert run_world(2, work) == [[True] * 5] * 2
+    assert run_world(num_ranks, work) == [[True] * 5] * num_ranks
 
 
-def test_who_keeps_gradients_in_each_step_gets_copies() -> None:
+@WORLDS
+def test_who_keeps_gradients_in_each_step_gets_copies(num_ranks: int) -> None:
     """One small gradient per step would else keep the memory of all; said once."""
 
     def work(rank: int) -> tuple[list[str], list[bool]]:
@@ -322,13 +328,14 @@ def test_who_keeps_gradients_in_each_step_gets_copies() -> None:
         assert all(map(torch.equal, kept, copies))
         return said, alone
 
-    for said, alone in run_world(2, work):
+    for said, alone in run_world(num_ranks, work):
         assert [text.split(":")[0] for text in said] == ["something keeps gradients from step to step"]
         assert alone == [False] * 2 + [True] * 4
 
 
 @pytest.mark.parametrize("mode", ["ordered", "allreduce"])
-def test_gradients_that_are_zeroed_in_place_have_the_bits_of_fresh_ones(mode: ReductionMode) -> None:
+@WORLDS
+def test_gradients_that_are_zeroed_in_place_have_the_bits_of_fresh_ones(num_ranks: int, mode: ReductionMode) -> None:
     """Layers that some ranks leave out at some steps, and accumulation in front of every second reduction."""
 
     def work(rank: int) -> bool:
@@ -348,10 +355,11 @@ def test_gradients_that_are_zeroed_in_place_have_the_bits_of_fresh_ones(mode: Re
             found.append(same(filled, zero) and any(grad is not None for grad in none.values()))
         return all(found)
 
-    assert all(run_world(2, work))
+    assert all(run_world(num_ranks, work))
 
 
-def test_edits_after_a_gradient_was_sent_are_discarded_or_refused() -> None:
+@WORLDS
+def test_edits_after_a_gradient_was_sent_are_discarded_or_refused(num_ranks: int) -> None:
     """By hooks registered later: a fresh gradient ends as the mean; one in its place of the vector may have been half sent."""
 
     def edit(param: Tensor) -> None:
@@ -380,16 +388,17 @@ def test_edits_after_a_gradient_was_sent_are_discarded_or_refused() -> None:
         assert same(found, gradients(model))
         return found, str(error.value)
 
-    per_rank = [local_gradients(rank) for rank in range(2)]
+    per_rank = [local_gradients(rank) for rank in range(num_ranks)]
     want = {name: mean_in_rank_order(per_rank, name) for name in per_rank[0]}
-    for got, message in run_world(2, work):
+    for got, message in run_world(num_ranks, work):
         assert same(got, want)
         assert "`layers.d.weight`" in message
         assert "on_before_optimizer_step" in message
 
 
 @pytest.mark.parametrize("graph", [False, True])
-def test_a_gradient_that_was_there_keeps_its_tensor(graph: bool) -> None:
+@WORLDS
+def test_a_gradient_that_was_there_keeps_its_tensor(num_ranks: int, graph: bool) -> None:
     """A tensor of the user's gets the mean in place, and a gradient with a graph keeps the graph."""
 
     def work(rank: int) -> tuple[bool, Gradients]:
@@ -406,9 +415,9 @@ def test_a_gradient_that_was_there_keeps_its_tensor(graph: bool) -> None:
         kept = bias.grad_fn is not None if graph else weight.grad is own
         return kept, {name: None if grad is None else grad.detach() for name, grad in gradients(model).items()}
 
-    per_rank = [local_gradients(rank) for rank in range(2)]
+    per_rank = [local_gradients(rank) for rank in range(num_ranks)]
     want = {name: mean_in_rank_order(per_rank, name) for name in per_rank[0]}
-    for kept, got in run_world(2, work):
+    for kept, got in run_world(num_ranks, work):
         assert kept
         assert same(got, want)
 
