@@ -33,7 +33,7 @@ def train_on_nodes(setup: Setup, nodes: Nodes, life: Attempt) -> Mapping[str, An
     return train(setup, life)
 
 
-def two_nodes(policy: Policy) -> Setup:
+def two_nodes(policy: Policy, generations: int | str = "auto") -> Setup:
     """Four ranks that share 12 experts by twos."""
     return Setup(
         model="stacked",
@@ -41,7 +41,9 @@ def two_nodes(policy: Policy) -> Setup:
         world_size=4,
         expert_parallel=2,
         batches=6,
-        checkpointing=Checkpointing(policy=policy, window=3, every_n_steps=2),
+        checkpointing=Checkpointing(
+            policy=policy, window=3, every_n_steps=2, arguments=(("memory_generations", generations),)
+        ),
     )
 
 
@@ -57,14 +59,21 @@ def test_a_run_with_copies_ends_the_same_and_leaves_nothing(campaigns: Campaigns
     assert nodes.files() == []
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("policy", ["sparse", "dense"])
-def test_a_node_that_dies_comes_back_from_the_other_one(campaigns: Campaigns, folder: Path, policy: Policy) -> None:
+@pytest.mark.parametrize(
+    ("policy", "generations"),
+    [
+        ("sparse", 2),
+        *(pytest.param(*each, marks=pytest.mark.soak) for each in (("sparse", 3), ("dense", 2), ("dense", 3))),
+    ],
+)
+def test_a_node_that_dies_comes_back_from_the_other_one(
+    campaigns: Campaigns, folder: Path, policy: Policy, generations: int
+) -> None:
     """Its ranks read copies on the node that lives, which reads its own memory, though storage has nothing but the start.
 
     Rank 2 is killed, the memory of its node is gone. Which generation is restored depends on how far copies had got.
     """
-    setup, nodes = two_nodes(policy), Nodes(folder, (0, 0, 1, 1), dies=1)
+    setup, nodes = two_nodes(policy, generations), Nodes(folder, (0, 0, 1, 1), dies=1)
     kill = Kill(phase="forward", step=10, rank=2)
     lives = campaigns.check(setup, kill, may_complain=True, fit=partial(train_with_copies_only, setup, nodes))
     said = lives[-1].log()
