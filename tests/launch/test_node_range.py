@@ -125,6 +125,7 @@ def test_with_too_few_nodes_one_waits_says_so_and_gives_up(tmp_path: Path, monke
     assert last.endswith("fewer nodes than `--nnodes` asks for came within `join_timeout` of --rdzv-conf")
 
 
+@pytest.mark.soak  # as above
 @pytest.mark.timeout(120)
 def test_a_node_that_is_told_to_leave_stops_all_where_a_step_ends(tmp_path: Path) -> None:
     """What is left goes on from there, with ranks that cannot join again, too."""
