@@ -78,8 +78,9 @@ class SlotPool:
         """Number of segments, by block in use."""
         self._next: dict[int, int] = {}
         """Slot for the next segment, by block in use."""
-        for slot in self.ends:
-            for at in self._blocks_of(slot):
+        for slot, stop in self.ends.items():
+            # Several blocks if an earlier process had others.
+            for at in range(slot // block, (stop - 1) // block + 1):
                 self._live[at], self._next[at] = self._live.get(at, 0) + 1, (at + 1) * block
 
     @property
@@ -96,8 +97,10 @@ class SlotPool:
         """
         slots, at = -(-nbytes // self._header.slot_nbytes), -1 if beside is None else beside // self.block
         if beside is None or self._next[at] + slots > (at + 1) * self.block:
-            at = next((each for each in range(self._num_blocks) if each not in self._live), -1)
-            if at < 0 or slots > self.block:
+            at = 0
+            while at in self._live:
+                at += 1
+            if at == self._num_blocks or slots > self.block:
                 return None
             self._next[at] = at * self.block
         first = self._next[at]
@@ -117,8 +120,10 @@ class SlotPool:
 
     def fits(self, sizes: Sequence[int], going: Iterable[int]) -> bool:
         """Return whether segments of these bytes have room: the first now, others once the `going` segments are gone."""
-        free = self._num_blocks - len(self._live)
-        freed = {slot // self.block for slot in going if slot in self.ends}
+        free, freed = self._num_blocks - len(self._live), set[int]()
+        for slot in going:
+            if slot in self.ends:
+                freed.add(slot // self.block)
         return free > 0 and free + len(freed) >= self.blocks(sizes)
 
     def free_small(self, nbytes: int) -> int:
@@ -150,21 +155,17 @@ class SlotPool:
         """Free these slots again, each with all of its segment."""
         for slot in slots:
             if slot in self.ends:
-                for at in self._blocks_of(slot):
+                stop = self.ends.pop(slot)
+                for at in range(slot // self.block, (stop - 1) // self.block + 1):
                     self._live[at] -= 1
                     if not self._live[at]:
                         del self._live[at]
-                del self.ends[slot]
                 continue
             first = self._header.num_slots
             for free, (_, number) in zip(self._small, self._header.small, strict=True):
                 if first <= slot < first + number:
                     free.append(slot)
                 first += number
-
-    def _blocks_of(self, slot: int) -> range:
-        """Return the blocks in which a segment lies: several if an earlier process had others."""
-        return range(slot // self.block, (self.ends[slot] - 1) // self.block + 1)
 
     def _class(self, nbytes: int) -> int | None:
         """Return the class of the smallest slots for `nbytes`; `None` if none are large enough."""
