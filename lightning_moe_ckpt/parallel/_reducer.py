@@ -21,6 +21,7 @@ order depend on the layout alone, not on which gradients exist.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -49,6 +50,9 @@ from lightning_moe_ckpt.parallel._groups import ParallelGroups
 from lightning_moe_ckpt.parallel._pieces import OptimizerShard, PieceExchange, ShardBuckets
 
 log = rank_logger(__name__)
+
+_WAITS = 5
+"""Milliseconds until whoever still has gradients of an earlier step is taken to keep them."""
 
 ReductionMode = Literal["ordered", "allreduce"]
 _REDUCE: dict[ReductionMode, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
@@ -164,7 +168,13 @@ class _FlatVector:
             gradient.fresh = grad is None
             if grad is not None and grad.layout is torch.strided:  # without elements: address 0, and never lent
                 users += 0 != grad.data_ptr() == gradient.flat.data_ptr()
-        self._times_kept = self._times_kept + 1 if _users_of(self._flat) > users else 0
+        waits = 0
+        while (
+            is_kept := _users_of(self._flat) > users
+        ) and waits < _WAITS:  # gloo's threads let go of it at their leisure
+            waits += 1
+            time.sleep(0.001)
+        self._times_kept = self._times_kept + 1 if is_kept else 0
         if self._times_kept:
             self._take(torch.zeros_like(self._flat))
         if self._times_kept == 2:  # then nobody can keep any more

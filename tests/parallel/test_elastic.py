@@ -50,6 +50,7 @@ def test_a_failed_collective_or_a_restart_left_means_that_the_job_starts_again(m
     """A peer that is gone, also as the cause of another error; the user's own errors only where torchrun tries again."""
 
     def lonely(rank: int) -> list[bool]:
+        dist.barrier()  # until both have connected
         if rank == 1:
             dist.destroy_process_group()
             return []
