@@ -404,7 +404,7 @@ class SegmentWriter:
         record = as_memoryview(self._local(JOURNAL))
         values = None if local.values is None else local.values.by_identity()
         payload = encode_journal(local.journal, len(record), values)
-        record[: len(payload)] = payload
+        record[:] = payload + bytes(len(record) - len(payload))  # nothing of a longer one stays behind it
         return len(payload), len(record)
 
     def sealed(

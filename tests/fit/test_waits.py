@@ -108,7 +108,7 @@ def test_the_host_waits_only_where_the_optimizer_is_about_to_step(
     on_device, on_host = stored(tmp_path / "device"), stored(tmp_path / "host")
     both = on_device.keys() & on_host.keys()  # the run may end before storage has the newest
     assert len(both) > WARM
-    assert all(on_device[step] == on_host[step] for step in both)
+    assert [step for step in sorted(both) if on_device[step] != on_host[step]] == []
 
 
 class Fails(Callback):
@@ -237,13 +237,14 @@ def test_values_that_find_no_memory_cost_a_window_only(tmp_path: Path, monkeypat
 
 
 def make(policy: str, path: Path) -> CheckpointCallback:
-    untouched = ["callback.WaitForStorage.*"]
+    # Without a target windows begin at the same steps in each run, however busy the machine.
+    shared: Any = {"keep": 10, "untouched": ["callback.WaitForStorage.*"], "overhead_target": None}
     if policy == "popularity":
         looks = Popularity(reorder_every_n_steps=3, half_life_steps=2)
-        return SparseCheckpoint(str(path), window=2, keep=10, popularity=looks, untouched=untouched)
+        return SparseCheckpoint(str(path), window=2, popularity=looks, **shared)
     if policy == "sparse":
-        return SparseCheckpoint(str(path), window=2, keep=10, untouched=untouched)
-    return DenseCheckpoint(str(path), every_n_steps=1, keep=10, untouched=untouched)
+        return SparseCheckpoint(str(path), window=2, **shared)
+    return DenseCheckpoint(str(path), every_n_steps=1, **shared)
 
 
 def stored(path: Path) -> dict[str, bytes]:
