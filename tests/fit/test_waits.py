@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
@@ -109,6 +110,37 @@ def test_the_host_waits_only_where_the_optimizer_is_about_to_step(
     both = on_device.keys() & on_host.keys()  # the run may end before storage has the newest
     assert len(both) > WARM
     assert [step for step in sorted(both) if on_device[step] != on_host[step]] == []
+
+
+class Shrinks(Callback):
+    """Has less to say from step to step."""
+
+    def __init__(self) -> None:
+        self._said = b"\xff" * 1000
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"said": self._said}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._said = state_dict["said"]
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        self._said = self._said[:-40]
+
+
+def test_a_shorter_journal_leaves_nothing_of_a_longer_one(tmp_path: Path) -> None:
+    """Memory is used again; what a file holds follows from the state alone."""
+    fit(make("dense", tmp_path), None, Shrinks())
+    files = stored(tmp_path)
+    assert len(files) > 2 * WARM
+    for data in files.values():
+        header = 8 + int.from_bytes(data[:8], "little")
+        start, end = (header + each for each in json.loads(data[8:header])["journal"]["data_offsets"])
+        length = 8 + int.from_bytes(data[start : start + 8], "little")
+        assert not any(data[start + length : end])
 
 
 class Fails(Callback):
