@@ -49,6 +49,14 @@ _BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what other
             option("--pipeline-folder", "For checkpoints (default: the temporary directory).", "PATH", type=Path),
         ],
     ),
+    "native": (
+        "Compiled copies beside those of torch: small slices, strided and converted ones, from a GPU.",
+        [
+            number("--slices", 10_000, "Of one list."),
+            number("--repeats", 7, "Of every measurement."),
+            number("--megabytes", 256, "MiB of large copies."),
+        ],
+    ),
     "native-goals": (
         "Compiled parts by the goals that were set for them, and kernels beside torch; on a GPU also arrangements of copies.",
         [

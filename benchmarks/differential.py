@@ -28,6 +28,7 @@ from rich.console import Group, RenderableType
 from torch import Tensor
 from typing_extensions import override
 
+from benchmarks.native import in_turns
 from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.benchmarks._benchmark import (
     Progress,
@@ -36,7 +37,6 @@ from lightning_moe_ckpt.benchmarks._benchmark import (
     table_of,
 )
 from lightning_moe_ckpt.benchmarks._fits import BenchModel, ModelSize, bench_trainer, quiet_lightning, random_tokens
-from lightning_moe_ckpt.benchmarks._native import in_turns
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, DifferentialCheckpoint, SparseCheckpoint
 from lightning_moe_ckpt.recovery import Difference, fold
 from lightning_moe_ckpt.storage import KindColumns, NameColumns, SegmentLayout

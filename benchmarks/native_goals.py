@@ -28,10 +28,10 @@ import torch
 import xxhash
 from torch import Tensor
 
+from benchmarks import native
+from benchmarks.native import MIB, Action, NativeFigure, figure_of, median
 from benchmarks.native_kernels import GoalMeasurement, Kernels
-from lightning_moe_ckpt.benchmarks import _native
 from lightning_moe_ckpt.benchmarks._benchmark import Cost, Goal, Progress
-from lightning_moe_ckpt.benchmarks._native import MIB, Action, NativeFigure, figure_of, median
 from lightning_moe_ckpt.native import (
     CompiledCpuEngine,
     CompiledCudaEngine,
@@ -47,7 +47,7 @@ from lightning_moe_ckpt.native import (
 from lightning_moe_ckpt.native._cuda import TorchDevice
 from lightning_moe_ckpt.native._plan import Arrangement, Space
 
-table = _native.table
+table = native.table
 CHUNKS_MIB, DEPTHS = (4, 16, 24, 32, 64), (1, 2)
 _SMALL_NBYTES = (4 * 2**10, 16 * 2**10, 64 * 2**10, 256 * 2**10)
 _GAP = 256  # bytes between slices, which keep their alignment

@@ -33,10 +33,11 @@ import torch
 from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for `benchmarks`, which is not installed
+from benchmarks import native
 from benchmarks.documents import write_document
 from benchmarks.native_goals import CopyScale, DeviceCopies, judge
 from benchmarks.native_kernels import Kernels
-from lightning_moe_ckpt.benchmarks import _native, _overhead
+from lightning_moe_ckpt.benchmarks import _overhead
 from lightning_moe_ckpt.benchmarks._benchmark import (
     Accelerator,
     Machine,
@@ -154,12 +155,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     now = datetime.now(timezone.utc)
     outcomes = run_apart(commands, options.out / f"first-run-{now:%Y%m%dT%H%M%SZ}.json", _show)
     figures = [
-        _native.NativeFigure(
+        native.NativeFigure(
             what=f"section {name}", how="a process", value=outcome.seconds, unit="s", note=outcome.outcome
         )
         for name, outcome in outcomes.items()
     ]
-    show_table(Console(), _native.table(figures))
+    show_table(Console(), native.table(figures))
     return 0
 
 

@@ -431,14 +431,6 @@ BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what others
             *_FITS,
         ],
     ),
-    "native": (
-        "Compiled copies beside those of torch: small slices, strided and converted ones, from a GPU.",
-        [
-            number("--slices", 10_000, "Of one list."),
-            number("--repeats", 7, "Of every measurement."),
-            number("--megabytes", 256, "MiB of large copies."),
-        ],
-    ),
 }
 
 

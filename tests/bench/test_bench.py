@@ -25,16 +25,15 @@ from launcher import run_world
 from rich.console import Console, RenderableType
 
 import lightning_moe_ckpt
-from benchmarks import native_goals, peers, replicas, scale, selection
+from benchmarks import native, native_goals, peers, replicas, scale, selection
 from benchmarks.__main__ import PROGRAM
 from benchmarks.persist import CPU, LOCAL, OBJECT, STEP, PersistFigure
 from benchmarks.scale import MEASURED as MEASURED_BY_SCALE
 from benchmarks.scale import Growth, ScaleFigure, sizes_of
 from benchmarks.selection import SelectionFigure
-from lightning_moe_ckpt.benchmarks import _in_place, _native, _overhead, _recovery, _strategy
+from lightning_moe_ckpt.benchmarks import _in_place, _overhead, _recovery, _strategy
 from lightning_moe_ckpt.benchmarks._benchmark import Cost, Machine, accelerator_for, rounds_of, show_table, table_of
 from lightning_moe_ckpt.benchmarks._in_place import FailureFigure, MeasuredFailure
-from lightning_moe_ckpt.benchmarks._native import NativeFigure
 from lightning_moe_ckpt.benchmarks._overhead import OverheadFigure
 from lightning_moe_ckpt.benchmarks._recovery import CASES, HostRestoreFigure, Recovery, RecoveryFigure
 from lightning_moe_ckpt.benchmarks._strategy import StrategyFigure
@@ -479,7 +478,7 @@ def test_persisting_is_compared_with_bare_writes() -> None:
 
 def test_tables_are_printed_without_json() -> None:
     """The machine, then one table per benchmark; a pipe gets whole lines."""
-    status, out, err = _run(["bench", "native", *TINY["native"]])
+    status, out, err = _run(["benchmarks", "native", *TINY["native"]])
     assert status == 0, err
     assert Machine.read().torch in out
     assert "Compiled code, medians of wall time" in out
@@ -510,7 +509,7 @@ def test_trainings_take_a_gpu_where_each_rank_has_one() -> None:
 
 @pytest.mark.parametrize(
     "argv",
-    [[], ["bench"], ["bench", "sorting"], ["bench", "overhead", "--rounds", "0"], ["bench", "native", "--url"]],
+    [[], ["bench"], ["bench", "sorting"], ["bench", "overhead", "--rounds", "0"], ["bench", "strategy", "--url"]],
 )
 def test_wrong_arguments_exit_with_two(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """They are explained on standard error."""
@@ -530,16 +529,16 @@ def test_a_failed_command_says_why_and_exits_with_two(tmp_path: Path) -> None:
 
 def test_native_figures_stand_beside_those_of_torch() -> None:
     """Small slices three ways; what cannot be run here has no value and says why."""
-    figures = [NativeFigure(**row) for row in _document("native")["native"]]
+    figures = [native.NativeFigure(**row) for row in _document("native")["native"]]
     small = [figure for figure in figures if "50 slices of 256 bytes" in figure.what]
     assert [figure.how for figure in small] == ["torch, loop of copy_", "torch, _foreach_copy_", "compiled engine"]
     assert all(figure.value is None or figure.value > 0 for figure in figures)
-    assert "slices/s" in _shown(_native.table(figures))
+    assert "slices/s" in _shown(native.table(figures))
 
 
 def test_goals_of_compiled_parts_are_judged_where_they_can_be() -> None:
     """Those of the host have values; those of a GPU have them too, or say why not."""
-    figures = [NativeFigure(**row) for row in _document("native-goals")["native-goals"]]
+    figures = [native.NativeFigure(**row) for row in _document("native-goals")["native-goals"]]
     goals = [figure for figure in figures if figure.what[0] == "G"]
     assert len(goals) == 13
     assert all(figure.value is not None or "not run on a GPU: " in figure.note for figure in goals)

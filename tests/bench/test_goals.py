@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import native
 from benchmarks.documents import write_document
+from benchmarks.native import MIB, NativeFigure
 from benchmarks.native_goals import (
     CHUNKS_MIB,
     DEPTHS,
@@ -18,9 +20,7 @@ from benchmarks.native_goals import (
     judge,
 )
 from benchmarks.native_kernels import Kernels
-from lightning_moe_ckpt.benchmarks import _native
 from lightning_moe_ckpt.benchmarks._benchmark import Machine
-from lightning_moe_ckpt.benchmarks._native import MIB, NativeFigure
 from lightning_moe_ckpt.native import CompiledCpuEngine, _library
 
 
@@ -89,4 +89,4 @@ def test_figures_reach_the_file_with_their_machine(tmp_path: Path) -> None:
     assert Machine(**document["machine"]).torch == torch.__version__
     assert [NativeFigure(**row) for row in document["native"]] == [figure, figure]
     assert [*tmp_path.iterdir()] == [path]
-    assert _native.table([figure]).row_count == 1
+    assert native.table([figure]).row_count == 1

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from benchmarks import native_goals
+from benchmarks.native import device_copies
 from benchmarks.native_goals import CopyScale, DeviceCopies, judge
-from lightning_moe_ckpt.benchmarks._native import device_copies
 from native.emulator.device import Emulator
 
 
