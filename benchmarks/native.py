@@ -18,8 +18,9 @@ import torch
 from rich.table import Table
 
 from lightning_moe_ckpt.benchmarks._benchmark import Cost, Progress, table_of
-from lightning_moe_ckpt.native import Copy, CopyEngine, CpuCopyEngine, CudaCopyEngine, create_engine, explain
-from lightning_moe_ckpt.native._cuda import TorchDevice
+from lightning_moe_ckpt.native import Copy, CopyEngine, create_engine, explain
+from lightning_moe_ckpt.native._cpu import CpuCopyEngine
+from lightning_moe_ckpt.native._cuda import CudaCopyEngine, TorchDevice
 
 Action = Callable[[], object]
 MIB = 2**20

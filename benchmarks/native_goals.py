@@ -32,19 +32,10 @@ from benchmarks import native
 from benchmarks.native import MIB, Action, NativeFigure, figure_of, median
 from benchmarks.native_kernels import GoalMeasurement, Kernels
 from lightning_moe_ckpt.benchmarks._benchmark import Cost, Goal, Progress
-from lightning_moe_ckpt.native import (
-    CompiledCpuEngine,
-    CompiledCudaEngine,
-    Copy,
-    CopyEngine,
-    CpuCopyEngine,
-    CudaCopyEngine,
-    NativeError,
-    _cuda,
-    _library,
-    explain,
-)
-from lightning_moe_ckpt.native._cuda import TorchDevice
+from lightning_moe_ckpt.native import Copy, CopyEngine, _cuda, _library, explain
+from lightning_moe_ckpt.native._cpu import CompiledCpuEngine, CpuCopyEngine
+from lightning_moe_ckpt.native._cuda import CompiledCudaEngine, CudaCopyEngine, TorchDevice
+from lightning_moe_ckpt.native._library import NativeError
 from lightning_moe_ckpt.native._plan import Arrangement, Space
 
 table = native.table

@@ -16,7 +16,6 @@ from lightning_moe_ckpt.policies import (
     MEMORY,
     STORAGE,
     ExpertLayout,
-    ExpertPolicy,
     PartialPolicy,
     Plan,
     PlanInputs,
@@ -26,6 +25,7 @@ from lightning_moe_ckpt.policies import (
     assign_writers,
     expert_layouts,
 )
+from lightning_moe_ckpt.policies._policy import ExpertPolicy
 from lightning_moe_ckpt.snapshot import PlanRecord, StateView, lay_out, record_nbytes
 
 Rows = dict[str, float]

@@ -44,7 +44,8 @@ from lightning_moe_ckpt.callbacks import (
     SparseCheckpoint,
 )
 from lightning_moe_ckpt.errors import ConfigurationError
-from lightning_moe_ckpt.policies import DifferentialMode, ExpertOrder
+from lightning_moe_ckpt.policies import DifferentialMode
+from lightning_moe_ckpt.policies._partial import ExpertOrder
 from lightning_moe_ckpt.testing import Attempt
 from lightning_moe_ckpt.testing._records import JsonLines, Record
 

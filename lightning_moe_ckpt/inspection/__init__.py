@@ -7,5 +7,4 @@ Internal: may change in any version.
 
 from lightning_moe_ckpt.inspection._answers import Screen as Screen
 from lightning_moe_ckpt.inspection._export import export as export
-from lightning_moe_ckpt.inspection._import import import_run as import_run
 from lightning_moe_ckpt.inspection._verify import verify as verify

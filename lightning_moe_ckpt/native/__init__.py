@@ -11,16 +11,11 @@ from lightning_moe_ckpt.native._choice import compress_gradients as compress_gra
 from lightning_moe_ckpt.native._choice import create_engine as create_engine
 from lightning_moe_ckpt.native._choice import measure_bandwidth as measure_bandwidth
 from lightning_moe_ckpt.native._choice import replay_adam as replay_adam
-from lightning_moe_ckpt.native._cpu import CompiledCpuEngine as CompiledCpuEngine
-from lightning_moe_ckpt.native._cpu import CpuCopyEngine as CpuCopyEngine
-from lightning_moe_ckpt.native._cuda import CompiledCudaEngine as CompiledCudaEngine
-from lightning_moe_ckpt.native._cuda import CudaCopyEngine as CudaCopyEngine
 from lightning_moe_ckpt.native._doctor import Finding as Finding
 from lightning_moe_ckpt.native._doctor import examine as examine
 from lightning_moe_ckpt.native._engine import Column as Column
 from lightning_moe_ckpt.native._engine import Copy as Copy
 from lightning_moe_ckpt.native._engine import CopyEngine as CopyEngine
-from lightning_moe_ckpt.native._engine import CopyList as CopyList
 from lightning_moe_ckpt.native._engine import CopyTable as CopyTable
 from lightning_moe_ckpt.native._engine import PipelinePhase as PipelinePhase
 from lightning_moe_ckpt.native._engine import PreparedTable as PreparedTable
@@ -28,9 +23,6 @@ from lightning_moe_ckpt.native._engine import Ticket as Ticket
 from lightning_moe_ckpt.native._engine import copy_through as copy_through
 from lightning_moe_ckpt.native._gradient import MAX_PART_NUMEL as MAX_PART_NUMEL
 from lightning_moe_ckpt.native._gradient import CompressedGradient as CompressedGradient
-from lightning_moe_ckpt.native._gradient import GradientCompression as GradientCompression
-from lightning_moe_ckpt.native._gradient import QuantizedGradient as QuantizedGradient
-from lightning_moe_ckpt.native._gradient import SparseGradient as SparseGradient
 from lightning_moe_ckpt.native._gradient import decompress_gradient as decompress_gradient
 from lightning_moe_ckpt.native._gradient import pack_gradient as pack_gradient
 from lightning_moe_ckpt.native._gradient import packed_nbytes as packed_nbytes
@@ -40,6 +32,4 @@ from lightning_moe_ckpt.native._host_memory import Ranges as Ranges
 from lightning_moe_ckpt.native._host_memory import Spelled as Spelled
 from lightning_moe_ckpt.native._host_memory import append as append
 from lightning_moe_ckpt.native._host_memory import spell_rows as spell_rows
-from lightning_moe_ckpt.native._library import Library as Library
-from lightning_moe_ckpt.native._library import NativeError as NativeError
 from lightning_moe_ckpt.native._library import explain as explain

@@ -52,6 +52,4 @@ from lightning_moe_ckpt.operators._views import Capacity as Capacity
 from lightning_moe_ckpt.operators._views import CapacityView as CapacityView
 from lightning_moe_ckpt.operators._views import ExpertCapacity as ExpertCapacity
 from lightning_moe_ckpt.operators._views import ExtraState as ExtraState
-from lightning_moe_ckpt.operators.adapters import AdapterFactory as AdapterFactory
 from lightning_moe_ckpt.operators.adapters import register_adapter as register_adapter
-from lightning_moe_ckpt.operators.adapters import unregister_adapter as unregister_adapter

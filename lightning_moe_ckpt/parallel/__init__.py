@@ -2,24 +2,19 @@
 
 from lightning_moe_ckpt.parallel._collectives import OrderedHookState as OrderedHookState
 from lightning_moe_ckpt.parallel._collectives import broadcast_tensors as broadcast_tensors
-from lightning_moe_ckpt.parallel._collectives import ordered_all_reduce as ordered_all_reduce
 from lightning_moe_ckpt.parallel._collectives import ordered_hook as ordered_hook
-from lightning_moe_ckpt.parallel._collectives import plain_all_reduce as plain_all_reduce
 from lightning_moe_ckpt.parallel._expert_parallel import ExpertParallelModule as ExpertParallelModule
 from lightning_moe_ckpt.parallel._expert_parallel import expert_parallel_fqns as expert_parallel_fqns
 from lightning_moe_ckpt.parallel._expert_parallel import expert_parallel_modules as expert_parallel_modules
 from lightning_moe_ckpt.parallel._gloo import GroupAbort as GroupAbort
 from lightning_moe_ckpt.parallel._gloo import closed_listeners as closed_listeners
-from lightning_moe_ckpt.parallel._groups import GroupName as GroupName
 from lightning_moe_ckpt.parallel._groups import ParallelGroups as ParallelGroups
 from lightning_moe_ckpt.parallel._groups import build_groups as build_groups
-from lightning_moe_ckpt.parallel._groups import check_ep_size as check_ep_size
 from lightning_moe_ckpt.parallel._groups import current_groups as current_groups
 from lightning_moe_ckpt.parallel._groups import init_fresh_process_group as init_fresh_process_group
 from lightning_moe_ckpt.parallel._groups import restart_is_likely as restart_is_likely
 from lightning_moe_ckpt.parallel._groups import set_current_groups as set_current_groups
 from lightning_moe_ckpt.parallel._groups import shares_agent_store as shares_agent_store
-from lightning_moe_ckpt.parallel._norms import block_numel as block_numel
 from lightning_moe_ckpt.parallel._norms import global_grad_norm as global_grad_norm
 from lightning_moe_ckpt.parallel._norms import pieces as pieces
 from lightning_moe_ckpt.parallel._pieces import Gather as Gather

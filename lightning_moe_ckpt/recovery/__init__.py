@@ -26,7 +26,6 @@ from lightning_moe_ckpt.recovery._loading import follow_found as follow_found
 from lightning_moe_ckpt.recovery._loading import load_found as load_found
 from lightning_moe_ckpt.recovery._opener import RunOpener as RunOpener
 from lightning_moe_ckpt.recovery._outcomes import joined_outcome as joined_outcome
-from lightning_moe_ckpt.recovery._outcomes import own_outcome as own_outcome
 from lightning_moe_ckpt.recovery._replay import Repeats as Repeats
 from lightning_moe_ckpt.recovery._replay import Replay as Replay
 from lightning_moe_ckpt.recovery._transfer import Transport as Transport

@@ -21,7 +21,8 @@ from benchmarks.native_goals import (
 )
 from benchmarks.native_kernels import Kernels
 from lightning_moe_ckpt.benchmarks._benchmark import Machine
-from lightning_moe_ckpt.native import CompiledCpuEngine, _library
+from lightning_moe_ckpt.native import _library
+from lightning_moe_ckpt.native._cpu import CompiledCpuEngine
 
 
 def _failing() -> float:

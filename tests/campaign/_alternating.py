@@ -13,7 +13,9 @@ from typing import Any
 from door import CheckpointCallback
 from typing_extensions import override
 
-from lightning_moe_ckpt.policies import ExpertPolicy, ExpertTable, Policy, Selection
+from lightning_moe_ckpt.policies import Policy, Selection
+from lightning_moe_ckpt.policies._expert_tables import ExpertTable
+from lightning_moe_ckpt.policies._policy import ExpertPolicy
 
 
 @dataclass(frozen=True, kw_only=True)

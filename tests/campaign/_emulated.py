@@ -11,7 +11,8 @@ from door import PlannedCopies, PlannedTable
 from native.emulator.device import Emulator, install, is_anonymous, load, mappings_changed
 from torch import Tensor
 
-from lightning_moe_ckpt.native import CompiledCudaEngine, Copy, CopyEngine, CopyTable, create_engine
+from lightning_moe_ckpt.native import Copy, CopyEngine, CopyTable, create_engine
+from lightning_moe_ckpt.native._cuda import CompiledCudaEngine
 from lightning_moe_ckpt.native._worker import CompiledTicket
 from lightning_moe_ckpt.testing import Attempt, Seam
 

@@ -24,7 +24,8 @@ from typing_extensions import override
 
 from campaign._campaign import Campaigns
 from campaign._training import Checkpointing, Setup, train
-from lightning_moe_ckpt.native import GradientCompression, decompress_gradient
+from lightning_moe_ckpt.native import decompress_gradient
+from lightning_moe_ckpt.native._gradient import GradientCompression
 from lightning_moe_ckpt.recovery import _fold
 from lightning_moe_ckpt.storage import SegmentLayout
 from lightning_moe_ckpt.testing import Attempt, AttemptResult, Kill, Seam

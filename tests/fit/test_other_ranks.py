@@ -39,7 +39,8 @@ from lightning_moe_ckpt.journal import (
 )
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import STORAGE, Selection, TokenLedger
-from lightning_moe_ckpt.recovery import joined_outcome, own_outcome
+from lightning_moe_ckpt.recovery import joined_outcome
+from lightning_moe_ckpt.recovery._outcomes import own_outcome
 from lightning_moe_ckpt.snapshot import Topology
 
 ITEMS, GLOBAL_BATCH = 48, 12

@@ -18,15 +18,13 @@ from torch import Tensor
 from lightning_moe_ckpt.native import (
     AdamState,
     AdamStep,
-    GradientCompression,
-    SparseGradient,
     _adam,
     _library,
     compress_gradients,
     decompress_gradient,
     replay_adam,
 )
-from lightning_moe_ckpt.native._gradient import empty_part, empty_quantized
+from lightning_moe_ckpt.native._gradient import GradientCompression, SparseGradient, empty_part, empty_quantized
 
 
 def compiled() -> None:

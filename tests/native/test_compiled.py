@@ -20,15 +20,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_moe_ckpt.errors import CheckpointError
-from lightning_moe_ckpt.native import (
-    CompiledCpuEngine,
-    CpuCopyEngine,
-    Library,
-    NativeError,
-    PipelinePhase,
-    _library,
-    _plan,
-)
+from lightning_moe_ckpt.native import PipelinePhase, _library, _plan
+from lightning_moe_ckpt.native._cpu import CompiledCpuEngine, CpuCopyEngine
+from lightning_moe_ckpt.native._library import Library, NativeError
 from lightning_moe_ckpt.native._plan import CopyPlan, slices_of
 
 BYTES_AND_MORE = [

@@ -14,7 +14,8 @@ from door import Arrangement
 from torch import Tensor
 
 from lightning_moe_ckpt.errors import CheckpointError
-from lightning_moe_ckpt.native import CompiledCudaEngine, _library
+from lightning_moe_ckpt.native import _library
+from lightning_moe_ckpt.native._cuda import CompiledCudaEngine
 
 _cuda: Any = torch.cuda
 """Events and `_sleep` are untyped in torch."""

@@ -12,8 +12,9 @@ import torch
 from door import CompiledCudaTicket, TorchDevice
 
 from lightning_moe_ckpt.errors import CheckpointError
-from lightning_moe_ckpt.native import CopyList, CudaCopyEngine
 from lightning_moe_ckpt.native import _cuda as engine_module
+from lightning_moe_ckpt.native._cuda import CudaCopyEngine
+from lightning_moe_ckpt.native._engine import CopyList
 
 DEVICE = torch.device("cuda", 0)
 

@@ -18,17 +18,9 @@ from typing_extensions import override
 from lightning_moe_ckpt.native import (
     AdamState,
     AdamStep,
-    CompiledCpuEngine,
     CompressedGradient,
     Copy,
     CopyEngine,
-    CopyList,
-    CpuCopyEngine,
-    CudaCopyEngine,
-    GradientCompression,
-    Library,
-    QuantizedGradient,
-    SparseGradient,
     Ticket,
     _adam,
     _choice,
@@ -46,6 +38,11 @@ from lightning_moe_ckpt.native._choice import (
     check_replay,
     cuda_for,
 )
+from lightning_moe_ckpt.native._cpu import CompiledCpuEngine, CpuCopyEngine
+from lightning_moe_ckpt.native._cuda import CudaCopyEngine
+from lightning_moe_ckpt.native._engine import CopyList
+from lightning_moe_ckpt.native._gradient import GradientCompression, QuantizedGradient, SparseGradient
+from lightning_moe_ckpt.native._library import Library
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 DONE = partial(torch.empty, dtype=torch.uint8)

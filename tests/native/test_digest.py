@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import xxhash
 
-from lightning_moe_ckpt.native import NativeError, Ranges
+from lightning_moe_ckpt.native import Ranges
 from lightning_moe_ckpt.native._host_memory import digest_compiled, digest_in_python, package_functions
-from lightning_moe_ckpt.native._library import cpu
+from lightning_moe_ckpt.native._library import NativeError, cpu
 
 Digest: TypeAlias = Callable[[Sequence[tuple[int, int]], memoryview, bytes], tuple[bytes, str]]
 

@@ -18,18 +18,10 @@ from door import Arrangement, TorchDevice
 from torch import Tensor
 
 from lightning_moe_ckpt.errors import CheckpointError
-from lightning_moe_ckpt.native import (
-    CompiledCudaEngine,
-    CopyEngine,
-    CudaCopyEngine,
-    NativeError,
-    PipelinePhase,
-    _choice,
-    _cuda,
-    _worker,
-    create_engine,
-)
+from lightning_moe_ckpt.native import CopyEngine, PipelinePhase, _choice, _cuda, _worker, create_engine
 from lightning_moe_ckpt.native._choice import USES, cuda_for, verdict
+from lightning_moe_ckpt.native._cuda import CompiledCudaEngine, CudaCopyEngine
+from lightning_moe_ckpt.native._library import NativeError
 from lightning_moe_ckpt.tiers import RankMemory, RingRoom, Rings
 from native.emulator.device import HANGS, Emulator, registered_memory
 

@@ -10,8 +10,9 @@ import torch
 from door import compress_with
 from torch import Tensor
 
-from lightning_moe_ckpt.native import MAX_PART_NUMEL, AdamState, AdamStep, GradientCompression, _adam, _library
+from lightning_moe_ckpt.native import MAX_PART_NUMEL, AdamState, AdamStep, _adam, _library
 from lightning_moe_ckpt.native._choice import _same
+from lightning_moe_ckpt.native._gradient import GradientCompression
 from native.emulator.device import Emulator
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -16,17 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_moe_ckpt.errors import CheckpointError
-from lightning_moe_ckpt.native import (
-    CopyEngine,
-    CopyList,
-    CpuCopyEngine,
-    CudaCopyEngine,
-    copy_through,
-    create_engine,
-    explain,
-    measure_bandwidth,
-)
-from lightning_moe_ckpt.native._engine import split_at_pieces
+from lightning_moe_ckpt.native import CopyEngine, copy_through, create_engine, explain, measure_bandwidth
+from lightning_moe_ckpt.native._cpu import CpuCopyEngine
+from lightning_moe_ckpt.native._cuda import CudaCopyEngine
+from lightning_moe_ckpt.native._engine import CopyList, split_at_pieces
 
 ENGINES = [
     pytest.param("cpu python", id="cpu-python"),

@@ -10,16 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_moe_ckpt.native import (
-    CompressedGradient,
-    GradientCompression,
-    QuantizedGradient,
-    SparseGradient,
-    _library,
-    compress_gradients,
-    decompress_gradient,
-)
-from lightning_moe_ckpt.native._gradient import split_parts
+from lightning_moe_ckpt.native import CompressedGradient, _library, compress_gradients, decompress_gradient
+from lightning_moe_ckpt.native._gradient import GradientCompression, QuantizedGradient, SparseGradient, split_parts
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ODD = (math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0, 65504.0, 65520.0, 1e30, 1e-45, 6e-8, 2.9e-8, 1e-38)

@@ -14,7 +14,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from lightning_moe_ckpt.native import CudaCopyEngine, _library, _prototypes, create_engine
+from lightning_moe_ckpt.native import _library, _prototypes, create_engine
+from lightning_moe_ckpt.native._cuda import CudaCopyEngine
 from lightning_moe_ckpt.native._library import LibraryPart, PartStatus
 
 ROOT = Path(__file__).resolve().parents[2]

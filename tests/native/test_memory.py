@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_moe_ckpt.native import CompiledCpuEngine, Preparation, _library
+from lightning_moe_ckpt.native import Preparation, _library
+from lightning_moe_ckpt.native._cpu import CompiledCpuEngine
 from lightning_moe_ckpt.native._host_memory import (
     PageLocks,
     node_of_pci_device,

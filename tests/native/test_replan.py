@@ -10,14 +10,8 @@ from door import PlannedTable
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_moe_ckpt.native import (
-    CompiledCpuEngine,
-    CopyEngine,
-    CopyTable,
-    CpuCopyEngine,
-    PreparedTable,
-    _library,
-)
+from lightning_moe_ckpt.native import CopyEngine, CopyTable, PreparedTable, _library
+from lightning_moe_ckpt.native._cpu import CompiledCpuEngine, CpuCopyEngine
 from lightning_moe_ckpt.operators import StateSchema, discover
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.snapshot import JOURNAL, PARAM, PRESENT, SegmentWriter, StateView, _filling, dense_layout

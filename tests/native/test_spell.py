@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lightning_moe_ckpt.native import NativeError, spell_rows
+from lightning_moe_ckpt.native import spell_rows
 from lightning_moe_ckpt.native._host_memory import spell_compiled, spell_in_python
-from lightning_moe_ckpt.native._library import cpu
+from lightning_moe_ckpt.native._library import NativeError, cpu
 
 TEXTS = ["", "a", '\\"b\\"', "x" * 5000]
 

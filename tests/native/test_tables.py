@@ -13,15 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_moe_ckpt.native import (
-    CompiledCpuEngine,
-    CompiledCudaEngine,
-    CopyEngine,
-    CopyTable,
-    CpuCopyEngine,
-    _cuda,
-    _library,
-)
+from lightning_moe_ckpt.native import CopyEngine, CopyTable, _cuda, _library
+from lightning_moe_ckpt.native._cpu import CompiledCpuEngine, CpuCopyEngine
+from lightning_moe_ckpt.native._cuda import CompiledCudaEngine
 from native.emulator.device import Emulator, registered_memory
 
 NUMEL = 3000

@@ -22,8 +22,8 @@ from lightning_moe_ckpt.operators import (
     discover,
     register_adapter,
     stacked_slices,
-    unregister_adapter,
 )
+from lightning_moe_ckpt.operators.adapters import unregister_adapter
 from lightning_moe_ckpt.testing import AdapterContract
 from operators._families import FAMILIES
 

@@ -19,7 +19,6 @@ from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import WrongCounts
 from lightning_moe_ckpt.moe import MoELayer
 from lightning_moe_ckpt.operators import (
-    AdapterFactory,
     AttributeTap,
     CountProbe,
     CountTap,
@@ -31,9 +30,9 @@ from lightning_moe_ckpt.operators import (
     discover,
     prove_counts,
     register_adapter,
-    unregister_adapter,
     whole_slice,
 )
+from lightning_moe_ckpt.operators.adapters import AdapterFactory, unregister_adapter
 from lightning_moe_ckpt.parallel import ParallelGroups, build_groups
 from lightning_moe_ckpt.planning._first_steps import CountProof
 from operators._families import FAMILIES, nllb_moe

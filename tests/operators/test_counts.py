@@ -12,8 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_moe_ckpt.moe import MoELayer
 from lightning_moe_ckpt.moe._layer import in_backward
-from lightning_moe_ckpt.operators import LoadCounter, MoELayerSpec, discover, register_adapter, unregister_adapter
+from lightning_moe_ckpt.operators import LoadCounter, MoELayerSpec, discover, register_adapter
 from lightning_moe_ckpt.operators._count_taps import TokenCounts
+from lightning_moe_ckpt.operators.adapters import unregister_adapter
 
 
 class Experts(nn.Module):

@@ -11,14 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_moe_ckpt.errors import UnknownLayout
-from lightning_moe_ckpt.operators import (
-    MoELayerSpec,
-    ParameterIndex,
-    discover,
-    register_adapter,
-    stacked_slices,
-    unregister_adapter,
-)
+from lightning_moe_ckpt.operators import MoELayerSpec, ParameterIndex, discover, register_adapter, stacked_slices
+from lightning_moe_ckpt.operators.adapters import unregister_adapter
 
 
 class ListMoE(nn.Module):

@@ -12,7 +12,8 @@ import transformers
 from torch import Tensor, nn
 
 from lightning_moe_ckpt.errors import UnknownLayout
-from lightning_moe_ckpt.operators import LoadCounter, OperatorSet, discover, register_adapter, unregister_adapter
+from lightning_moe_ckpt.operators import LoadCounter, OperatorSet, discover, register_adapter
+from lightning_moe_ckpt.operators.adapters import unregister_adapter
 from operators._families import (
     COMMON,
     FAMILIES,

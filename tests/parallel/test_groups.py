@@ -10,14 +10,8 @@ import torch.distributed as dist
 from launcher import WorldFailed, run_world
 
 from lightning_moe_ckpt.errors import ConfigurationError
-from lightning_moe_ckpt.parallel import (
-    GroupName,
-    ParallelGroups,
-    build_groups,
-    check_ep_size,
-    current_groups,
-    set_current_groups,
-)
+from lightning_moe_ckpt.parallel import ParallelGroups, build_groups, current_groups, set_current_groups
+from lightning_moe_ckpt.parallel._groups import GroupName, check_ep_size
 
 
 def test_without_a_strategy_the_world_has_one_rank() -> None:

@@ -14,8 +14,8 @@ from launcher import run_world
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from lightning_moe_ckpt.parallel import ParallelGroups, block_numel, build_groups, global_grad_norm, pieces
-from lightning_moe_ckpt.parallel._norms import _fold, _sums
+from lightning_moe_ckpt.parallel import ParallelGroups, build_groups, global_grad_norm, pieces
+from lightning_moe_ckpt.parallel._norms import _fold, _sums, block_numel
 
 
 def dense(name: str) -> Tensor:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from launcher import run_world
 from torch import Tensor
 
-from lightning_moe_ckpt.parallel import ordered_all_reduce, plain_all_reduce
+from lightning_moe_ckpt.parallel._collectives import ordered_all_reduce, plain_all_reduce
 
 LENGTH = 10_007  # prime: no group size divides it
 

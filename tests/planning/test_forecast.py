@@ -17,13 +17,12 @@ from lightning_moe_ckpt.policies import (
     DensePolicy,
     DifferentialPolicy,
     PartialPolicy,
-    PlanItem,
     Policy,
     SelectivePolicy,
     SparsePolicy,
-    plan_for_window,
     plan_window,
 )
+from lightning_moe_ckpt.policies._windows import PlanItem, plan_for_window
 from lightning_moe_ckpt.tiers import Mirroring
 
 PAPERS = {  # layers, experts, parameters in all, active ones, experts per token, ranks of a stage, stages, window

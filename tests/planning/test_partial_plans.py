@@ -19,15 +19,8 @@ from lightning_moe_ckpt.operators import StateSchema, discover
 from lightning_moe_ckpt.parallel import ParallelGroups, set_current_groups
 from lightning_moe_ckpt.planning import LossFigures, Planner
 from lightning_moe_ckpt.planning._ledger import LedgerKeeper
-from lightning_moe_ckpt.policies import (
-    MAX_GENERATIONS,
-    DynamicK,
-    PartialPolicy,
-    Selection,
-    SelectivePolicy,
-    expert_names,
-)
-from lightning_moe_ckpt.policies._expert_tables import STARVED
+from lightning_moe_ckpt.policies import DynamicK, PartialPolicy, Selection, SelectivePolicy, expert_names
+from lightning_moe_ckpt.policies._expert_tables import MAX_GENERATIONS, STARVED
 from lightning_moe_ckpt.snapshot import StateView, WindowLayout
 from lightning_moe_ckpt.storage import GenerationId
 from lightning_moe_ckpt.tiers import SegmentRing

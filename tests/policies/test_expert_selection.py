@@ -15,22 +15,20 @@ from hypothesis import strategies as st
 
 from lightning_moe_ckpt.operators import OperatorSet
 from lightning_moe_ckpt.policies import (
-    LEVELS,
     MEMORY,
     PEER,
     STORAGE,
     ExpertLayout,
-    ExpertPolicy,
     Experts,
-    ExpertTable,
     PartialPolicy,
     PlanInputs,
     Selection,
     SelectivePolicy,
     TokenLedger,
 )
-from lightning_moe_ckpt.policies._expert_tables import STARVED, balanced
+from lightning_moe_ckpt.policies._expert_tables import LEVELS, STARVED, ExpertTable, balanced
 from lightning_moe_ckpt.policies._partial import largest_k, spread
+from lightning_moe_ckpt.policies._policy import ExpertPolicy
 from lightning_moe_ckpt.policies._selective import _rounds, compute_s
 
 ORDERS = ("sequential", "load_aware")

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from lightning_moe_ckpt import policies
 from lightning_moe_ckpt.operators import Operator, ParamSlice, RecordKind, split
-from lightning_moe_ckpt.policies import Plan, PlanItem, plan_for_window, split_nbytes
-from lightning_moe_ckpt.policies._windows import pack_in_order, smallest_budget
+from lightning_moe_ckpt.policies import Plan
+from lightning_moe_ckpt.policies._windows import PlanItem, pack_in_order, plan_for_window, smallest_budget, split_nbytes
 
 
 def sizes_to_items(sizes: list[tuple[int, int]]) -> list[PlanItem]:

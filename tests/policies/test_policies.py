@@ -13,7 +13,6 @@ from snapshot._partial_model import NUM_EXPERTS, rank_of_world
 from lightning_moe_ckpt.operators import OperatorSet, RecordKind
 from lightning_moe_ckpt.parallel import set_current_groups
 from lightning_moe_ckpt.policies import (
-    LEVELS,
     MEMORY,
     STORAGE,
     Deltas,
@@ -29,6 +28,7 @@ from lightning_moe_ckpt.policies import (
     TokenLedger,
     expert_layouts,
 )
+from lightning_moe_ckpt.policies._expert_tables import LEVELS
 
 POLICIES: dict[str, Policy] = {
     "dense": DensePolicy(every_n_steps=3),

@@ -13,17 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_moe_ckpt.operators import MoELayerSpec, Operator, OperatorSet, ParamSlice, discover, split
-from lightning_moe_ckpt.policies import (
-    Plan,
-    PlanInputs,
-    PlanItem,
-    SparsePolicy,
-    all_names,
-    assign_positions,
-    plan_window,
-    positions,
-    split_nbytes,
-)
+from lightning_moe_ckpt.policies import Plan, PlanInputs, SparsePolicy, all_names, plan_window
+from lightning_moe_ckpt.policies._windows import PlanItem, assign_positions, positions, split_nbytes
 
 By = Literal["popularity", "fixed", "back_to_front"]
 

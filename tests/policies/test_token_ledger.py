@@ -15,7 +15,6 @@ from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.journal import decode, encode
 from lightning_moe_ckpt.metrics import moementary_lost_tokens, portion_of_lost_tokens
 from lightning_moe_ckpt.policies import (
-    LEVELS,
     MEMORY,
     NEVER,
     STORAGE,
@@ -24,8 +23,9 @@ from lightning_moe_ckpt.policies import (
     PartialPolicy,
     Selection,
     TokenLedger,
-    next_k,
 )
+from lightning_moe_ckpt.policies._expert_tables import LEVELS
+from lightning_moe_ckpt.policies._partial import next_k
 
 LAYERS = (3, 4)
 SHAPES = [ExpertLayout(layer=f"moe{i}", rank_of=(0,) * n, nbytes=1) for i, n in enumerate(LAYERS)]

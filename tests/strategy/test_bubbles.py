@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_moe_ckpt.callbacks import DenseCheckpoint
-from lightning_moe_ckpt.native import BubbleFigures, CompiledCpuEngine
+from lightning_moe_ckpt.native import BubbleFigures
+from lightning_moe_ckpt.native._cpu import CompiledCpuEngine
 from strategy._staged import D, Staged, train
 
 STEPS, SECONDS = 10, 0.04

@@ -23,7 +23,8 @@ import torch
 from door import CompiledCudaTicket, Space, TorchDevice
 from torch import Tensor
 
-from lightning_moe_ckpt.native import Library, NativeError, _library
+from lightning_moe_ckpt.native import _library
+from lightning_moe_ckpt.native._library import Library, NativeError
 from native.emulator.build import build
 
 LIBRARY_VARIABLE = "MOE_CKPT_EMULATED"
