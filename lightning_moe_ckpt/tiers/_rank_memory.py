@@ -290,9 +290,11 @@ class RankMemory:
         try:
             ring = SegmentRing.adopt(path)
         except Corrupt as error:
-            # A process that dies while it reserves memory leaves an empty file: nothing is amiss.
+            # A process that dies while it reserves memory leaves an empty file, or zeros: nothing is amiss.
+            with path.open("rb") as file:
+                begun = any(file.read(RING_HEADER_NBYTES))
             log.log(
-                logging.WARNING if path.stat().st_size else logging.INFO,
+                logging.WARNING if begun else logging.INFO,
                 "%s is not used and goes: its process died while making it, or another release has. %s",
                 path,
                 error,

@@ -655,8 +655,10 @@ def test_names_removed_while_a_statement_is_written_leave_none(node: Path, monke
 
 
 @pytest.mark.parametrize("content", [b"", bytes(8192), b"x" * 5000])
-def test_a_ring_torn_while_it_was_made_is_replaced(node: Path, content: bytes) -> None:
-    """Reserved but without a header, or not even reserved: nothing of it stays beside the new one."""
+def test_a_ring_torn_while_it_was_made_is_replaced(
+    node: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Reserved but without a header, or not even reserved: nothing of it stays beside the new one. Only another header warns."""
     path = node / shared_name(RUN, 0)
     path.touch(0o600)
     path.write_bytes(content)
@@ -664,6 +666,7 @@ def test_a_ring_torn_while_it_was_made_is_replaced(node: Path, content: bytes) -
     own = memory(node)
     own.claim(generation(3))
     assert names(node) == []
+    assert ("is not used and goes" in caplog.text) is any(content)
     keep(own.make(SLOT, 9), generation(6), (5, 6))
     assert readable(node) == [(0, 6)]
     assert names(node) == [path.name, marker_path(path, generation(6)).name]
