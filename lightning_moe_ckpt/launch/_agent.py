@@ -467,6 +467,8 @@ class SupervisingAgent(LocalElasticAgent):
         options = self._options
         formed = self._join is _Join.ONCE or self._formed == self._incarnation
         formed = formed and not any(member.stopped_seconds for member in running)
+        # Of a rank that has died, the event may still be to come.
+        formed = formed and all(member.exit_code in (None, 0) for member in self._members.values())
         silent = formed and all(member.is_silent(options.hang_seconds) for member in running)
         waited = [member for member in running if formed and member.is_silent(options.recover_seconds)]
         all_silent = False

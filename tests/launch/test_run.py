@@ -218,6 +218,22 @@ def test_who_dies_behind_the_end_is_not_replaced_alone(tmp_path: Path) -> None:
     assert [len(ended.pids(rank)) for rank in range(2)] == [2, 2]
 
 
+def test_a_death_that_is_told_late_is_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look between a death and its event finds nobody who runs; under load that is what happens."""
+    tell = Switchboard._wait
+
+    def tell_late(board: Switchboard, pid: int) -> None:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        time.sleep(0.3)
+        tell(board, pid)
+
+    monkeypatch.setattr(Switchboard, "_wait", tell_late)
+    ended = check(Job(tmp_path / "job", 1, 40, "kill:0:20:0"), {0: 1})
+    first, new = ended.pids(0)
+    death = f"rank 0 (pid {first}) was killed by SIGKILL; pid {new} takes its place, incarnation 1"
+    assert ended.sentences() == [death, "incarnation 1 has come together"]
+
+
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.soak)]
 )
