@@ -262,7 +262,8 @@ class Resumption:
         if OTHER_RANKS in self.start:
             placed(self._trainer, self.start, logged=self._state.settings.logged)
         if (own := self._data.own()) is not None:
-            _positions.load_positions(self._trainer, own)
+            for loader, state in zip(_loaders.loaders_of(self._trainer), own, strict=True):
+                loader.load_state_dict(state)
         self._random.restore(self.start["random"]["iter"])
         return True
 

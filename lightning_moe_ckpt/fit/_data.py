@@ -196,7 +196,7 @@ class DataRecord:
     def before_fetch(self) -> None:
         """Record the positions of loaders that know their position."""
         if self.knows:
-            self._own = (self._own[1], _positions.own_positions(self._trainer))
+            self._own = (self._own[1], [each.state_dict() for each in _loaders.loaders_of(self._trainer)])
             own = self._own[0 if _positions.fetches_ahead(self._trainer) else 1]
             self.taken = {**self.taken, "own": None if refusals(own) else copied(own)}
 

@@ -157,7 +157,7 @@ class BoundaryRecorder:
         if self._data.expected is not None:
             missing = self._random.missing
             gone = (f"generator `{name}` is not there" for name in missing if name.startswith("loader"))
-            self._data.compare(batch, known=self._settings.explains_batches or ", ".join(gone))
+            self._data.compare(batch, known=self._settings.explains("batches") or ", ".join(gone))
         if self._resumption is not None:
             self._resumption.batch_begins()
             self._resumption = None

@@ -284,7 +284,8 @@ class FitSession:
         self._layers.drop_graphs()
         original = None
         if session.replaying:
-            original = session.repeats.stepped(step, self._outcome.losses, self._settings.explains_losses)
+            known = self._settings.explains("losses") or self._settings.explains("batches")
+            original = session.repeats.stepped(step, self._outcome.losses, known)
         trained.awaited = original
         alone = self.sessions.standing is Standing.ALONE
         if original is None and not alone:

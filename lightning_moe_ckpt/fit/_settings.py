@@ -307,17 +307,8 @@ class Settings:
 
     # -- what is known to differ
 
-    @property
-    def explains_batches(self) -> str:
-        """Known causes of other batches than the stored run's from here on, in words; empty if there are none."""
-        return self._explains("batches")
-
-    @property
-    def explains_losses(self) -> str:
-        """Known causes of other losses in replay, in words; empty if there are none."""
-        return self._explains("losses") or self._explains("batches")
-
-    def _explains(self, what: str) -> str:
+    def explains(self, what: Literal["batches", "losses"]) -> str:
+        """Return known causes of other batches from here on, or of other losses in replay, in words; empty if there are none."""
         given = {"batch_size"} if self._resized is not None and not self._settled else set[str]()
         known = {name for name, rule in _RULES.items() if rule.explains == what} - given
         return ", ".join(

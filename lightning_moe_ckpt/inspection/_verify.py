@@ -102,7 +102,8 @@ def verify(backend: Backend, *, step: int | None = None, everything: bool = Fals
     verdict.problems = [FileProblem("", reason) for reason in view.log_damage()]
     stored = view.generations()
     readings = [_Reading(each) for each in stored if step in {None, each.generation.step}]
-    chosen = [each for each in readings if _is_chosen(each.stored, view, everything=everything)]
+    dead_too = everything or view.history is None
+    chosen = [each for each in readings if each.stored.committed and (dead_too or each.stored.dead is None)]
     sizes = {key: size for each in stored for key, size in each.sizes.items()}
     sizes |= {each.key: each.nbytes for each in backend.list("const/")}
     files = _Files(backend, sizes, verdict, show)
@@ -119,10 +120,6 @@ def verify(backend: Backend, *, step: int | None = None, everything: bool = Fals
     verdict.skipped = len(readings) - len(verdict.generations)
     verdict.seconds = time.perf_counter() - started
     return verdict
-
-
-def _is_chosen(stored: StoredGeneration, view: RunView, *, everything: bool) -> bool:
-    return stored.committed and (stored.dead is None or everything or view.history is None)
 
 
 @dataclass(slots=True, eq=False)

@@ -278,7 +278,9 @@ class GradientReducer:
         """Maximum of each flag over all ranks, from the last reduction."""
         self._lane = CollectiveQueue()
         self.pieces = PieceExchange(shards, self._lay_out_pieces, self._lane, whole_gradients=whole_gradients)
-        self._sync = self._armed = False
+        self._sync = False
+        self.armed = False
+        """Whether `finish` will exchange anything with other ranks."""
         self._gradients: dict[str, _Gradient] = {}
         self._queue: list[_Bucket] = []
         self._vectors: list[_FlatVector] = []
@@ -286,20 +288,15 @@ class GradientReducer:
         self._unshared: list[str] = []
         self._build()
 
-    @property
-    def armed(self) -> bool:
-        """Whether `finish` will exchange anything with other ranks."""
-        return self._armed
-
     def prepare(self, *, sync: bool) -> None:
         """Prepare for a backward. With `sync=False`, while gradients accumulate, nothing is reduced.
 
         Micro-batches of a pipeline accumulate too: only the backward of the last one is prepared with `sync=True`.
         """
         self._sync = sync
-        self._armed = sync and self._groups.world_size > 1
+        self.armed = sync and self._groups.world_size > 1
         self.pieces.begin_step()
-        if not self._armed:
+        if not self.armed:
             return
         if any(p.requires_grad and fqn not in self._known for fqn, p in self._parameters.items()):
             self._build()
@@ -322,11 +319,11 @@ class GradientReducer:
         Raises:
             RuntimeError: a collective failed or timed out; the gradients are not usable.
         """
-        if self._sync and not self._armed:
+        if self._sync and not self.armed:
             self.agreed = dict(self.flags)
-        if not self._armed:
+        if not self.armed:
             return
-        self._armed = False
+        self.armed = False
         present = {fqn: self._parameters[fqn].grad is not None for fqn in self._known}
         for gradient in self._gradients.values():
             if not gradient.ready:
@@ -457,7 +454,7 @@ class GradientReducer:
         """Hook a parameter once; a frozen parameter cannot be hooked before its thaw."""
         if gradient.hook is None and gradient.parameter.requires_grad:
             gradient.hook = gradient.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                lambda _: self._on_gradient(gradient) if self._armed else None
+                lambda _: self._on_gradient(gradient) if self.armed else None
             )
 
     def _on_gradient(self, gradient: _Gradient) -> None:

@@ -305,7 +305,7 @@ class FileLayout:
         start: int = 0,
     ) -> None:
         self.view, self.groups, self.audience, self.start = view, groups, audience, start
-        self.shards = {region: list(shards[region]) for region in sorted(shards, key=_largest_first)}
+        self.shards = {region: list(shards[region]) for region in sorted(shards, key=lambda each: (-len(each), each))}
         self._written: dict[tuple[Region, int], ShardTable] = {}
         own = [self.written(region, groups.rank) for region in self.shards]
         self.table = own[0] if len(own) == 1 else ShardTable([shard for each in own for shard in each.shards])
@@ -434,10 +434,6 @@ class FileLayout:
             columns = [name, "", kind, fqn, "", dtype_code(dtype), shape, 0, math.prod(shape), offset, nbytes, True]
             rows.append(json.dumps(columns, separators=(",", ":")))
         return rows
-
-
-def _largest_first(region: Region) -> tuple[int, Region]:
-    return -len(region), region
 
 
 class StepLayout:

@@ -319,12 +319,10 @@ class _RunningAttempt:
             return "finished"
         if self._fatal_faults() > self._faults_before:
             return "killed"
-        if self._kill is None or not self._struck(self._kill.rank):
+        records = [] if self._kill is None else read_lines(self._attempts[self._kill.rank].records)
+        if not any(line["kind"] == "killed" for line in records):
             raise self._failed(f"ended with exit codes {self._codes} (by rank) and no scripted kill")
         return "stopped" if self._asked_to_stop else "killed"
-
-    def _struck(self, rank: int) -> bool:
-        return any(line["kind"] == "killed" for line in read_lines(self._attempts[rank].records))
 
     def _fatal_faults(self) -> int:
         """Count the attempt-ending faults in an injector's records so far."""

@@ -106,17 +106,6 @@ def set_epochs(trainer: Trainer, epochs: Sequence[int | None]) -> None:
             loader.dataset.set_epoch(epoch)
 
 
-def own_positions(trainer: Trainer) -> list[Any]:
-    """Return the loaders' states, see `know_position`."""
-    return [loader.state_dict() for loader in loaders_of(trainer)]
-
-
-def load_positions(trainer: Trainer, states: Sequence[Any]) -> None:
-    """Tell loaders where their next iterators begin."""
-    for loader, state in zip(loaders_of(trainer), states, strict=True):
-        loader.load_state_dict(state)
-
-
 def make_iterator(trainer: Trainer) -> None:
     """Make the fetcher's iterator anew."""
     fetcher = trainer.fit_loop._data_fetcher
