@@ -49,6 +49,15 @@ _BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what other
             option("--pipeline-folder", "For checkpoints (default: the temporary directory).", "PATH", type=Path),
         ],
     ),
+    "in-place": (
+        "Seconds from a SIGKILL to the first new step: moe-ckpt run, with and without a spare, and torchrun.",
+        [
+            option("--in-place-ranks", "Ranks of the trainings, one after another.", "N,N", default="2,3,4"),
+            number("--in-place-kills", 10, "Kills under each launcher."),
+            several("--launchers", ["spare", "replaced", "torchrun"], "What is compared"),
+            option("--in-place-folder", "For checkpoints (default: the temporary directory).", "PATH", type=Path),
+        ],
+    ),
     "native": (
         "Compiled copies beside those of torch: small slices, strided and converted ones, from a GPU.",
         [

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
+from benchmarks.killed_fit import NUM_BATCHES, WINDOW, TurnLines, note_spare
 from lightning_moe_ckpt.benchmarks._fits import bench_trainer, own_memory, quiet_lightning
-from lightning_moe_ckpt.benchmarks._killed_fit import NUM_BATCHES, WINDOW, TurnLines, note_spare
 from lightning_moe_ckpt.callbacks import SparseCheckpoint
 from lightning_moe_ckpt.strategy import MoEStrategy
 

@@ -17,10 +17,11 @@ from types import SimpleNamespace
 from rich.console import Group, RenderableType
 from typing_extensions import override
 
+from benchmarks import in_place
+from benchmarks.in_place import FailingJob, FailureFigure
 from benchmarks.replicas_fit import REPLICA
-from lightning_moe_ckpt.benchmarks import _in_place
 from lightning_moe_ckpt.benchmarks._benchmark import Progress
-from lightning_moe_ckpt.benchmarks._in_place import FailingJob, FailureFigure, MeasuredFailure, step_seconds_of
+from lightning_moe_ckpt.benchmarks._fits import MeasuredFailure, step_seconds_of
 from lightning_moe_ckpt.testing._attempts import free_port
 
 TORCHFT = "torchft, a replica per rank"
@@ -36,7 +37,7 @@ def measure(options: SimpleNamespace, progress: Progress) -> list[FailureFigure]
     """Run the benchmark."""
     others = {TORCHFT: ReplicaJob} if find_spec("torchft") is not None else {}
     given = {"launchers": ["spare"], "in_place_ranks": options.replica_ranks, "in_place_kills": options.replica_kills}
-    return _in_place.measure(SimpleNamespace(**given, in_place_folder=options.replica_folder), progress, others)
+    return in_place.measure(SimpleNamespace(**given, in_place_folder=options.replica_folder), progress, others)
 
 
 def table(figures: Sequence[FailureFigure]) -> RenderableType:
@@ -47,7 +48,7 @@ def table(figures: Sequence[FailureFigure]) -> RenderableType:
         if lacks
         else "of torchft: until the replica is back"
     )
-    return Group(_in_place.table(figures), said)
+    return Group(in_place.table(figures), said)
 
 
 class ReplicaJob(FailingJob):

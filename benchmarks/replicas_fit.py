@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from benchmarks.killed_fit import NUM_BATCHES, SIZE, await_turn
 from lightning_moe_ckpt.benchmarks._fits import BenchModel, own_memory, quiet_lightning, write_line
 from lightning_moe_ckpt.benchmarks._fits import random_tokens as tokens_of
-from lightning_moe_ckpt.benchmarks._killed_fit import NUM_BATCHES, SIZE, await_turn
 from lightning_moe_ckpt.testing._records import JsonLines
 
 # Shape suffixes: B samples, T tokens of a sample.

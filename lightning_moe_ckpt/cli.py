@@ -389,15 +389,6 @@ _FITS: list[click.Parameter] = [
     number("--batch-size", 1, "Crops of 64 tokens per step."),
 ]
 BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what others leave behind
-    "in-place": (
-        "Seconds from a SIGKILL to the first new step: moe-ckpt run, with and without a spare, and torchrun.",
-        [
-            _option("--in-place-ranks", "Ranks of the trainings, one after another.", "N,N", default="2,3,4"),
-            number("--in-place-kills", 10, "Kills under each launcher."),
-            several("--launchers", ["spare", "replaced", "torchrun"], "What is compared"),
-            _option("--in-place-folder", "For checkpoints (default: the temporary directory).", "PATH", type=Path),
-        ],
-    ),
     "recovery": (
         "Steps and seconds lost per kind of failure, beside torch DCP and Lightning's .ckpt.",
         [

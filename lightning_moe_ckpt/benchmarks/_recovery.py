@@ -52,6 +52,7 @@ from lightning_moe_ckpt.benchmarks._fits import (
     TurnTaker,
     bench_folders,
     bench_trainer,
+    failure_of,
     lines_of,
     made_up_layout,
     own_memory,
@@ -59,7 +60,6 @@ from lightning_moe_ckpt.benchmarks._fits import (
     random_tokens,
     records_of,
 )
-from lightning_moe_ckpt.benchmarks._in_place import failure_of
 from lightning_moe_ckpt.benchmarks._variants import DcpCheckpoint, MeteredCheckpoint
 from lightning_moe_ckpt.callbacks import (
     DenseCheckpoint,

@@ -25,15 +25,16 @@ from launcher import run_world
 from rich.console import Console, RenderableType
 
 import lightning_moe_ckpt
-from benchmarks import native, native_goals, peers, replicas, scale, selection
+from benchmarks import in_place, native, native_goals, peers, replicas, scale, selection
 from benchmarks.__main__ import PROGRAM
+from benchmarks.in_place import FailureFigure
 from benchmarks.persist import CPU, LOCAL, OBJECT, STEP, PersistFigure
 from benchmarks.scale import MEASURED as MEASURED_BY_SCALE
 from benchmarks.scale import Growth, ScaleFigure, sizes_of
 from benchmarks.selection import SelectionFigure
-from lightning_moe_ckpt.benchmarks import _in_place, _overhead, _recovery, _strategy
+from lightning_moe_ckpt.benchmarks import _overhead, _recovery, _strategy
 from lightning_moe_ckpt.benchmarks._benchmark import Cost, Machine, accelerator_for, rounds_of, show_table, table_of
-from lightning_moe_ckpt.benchmarks._in_place import FailureFigure, MeasuredFailure
+from lightning_moe_ckpt.benchmarks._fits import MeasuredFailure
 from lightning_moe_ckpt.benchmarks._overhead import OverheadFigure
 from lightning_moe_ckpt.benchmarks._recovery import CASES, HostRestoreFigure, Recovery, RecoveryFigure
 from lightning_moe_ckpt.benchmarks._strategy import StrategyFigure
@@ -397,7 +398,7 @@ def test_a_rank_is_lost_under_each_launcher() -> None:
         ),
     ]
     assert figures[0].time_ratio == pytest.approx(1 - 2.0 / 600)
-    shown = _shown(_in_place.table(figures))
+    shown = _shown(in_place.table(figures))
     assert "3 ranks, until the others have noticed: 0.040, goal at most 0.1 s: met" in shown
     assert (
         "3 ranks, to the first new step with a spare, without steps taken again: 1.700, goal at most 1 s: NOT met"

@@ -19,15 +19,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
 from rich.table import Table
 
+from benchmarks.killed_fit import SIZE, WINDOW
 from lightning_moe_ckpt.benchmarks._benchmark import Goal, Progress, rounds_of, table_of
-from lightning_moe_ckpt.benchmarks._fits import bench_folders
-from lightning_moe_ckpt.benchmarks._killed_fit import SIZE, WINDOW
+from lightning_moe_ckpt.benchmarks._fits import MeasuredFailure, bench_folders, failure_of
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.testing._records import Record, read_lines
 
@@ -42,7 +41,7 @@ _OF_LAUNCHERS = {
     "torchrun": ["torch.distributed.run", "--standalone", "--max-restarts", "1000"],
 }
 _OWN = ["--max-failures", "1000", "--hang-timeout", "3600"]
-_SCRIPT = "lightning_moe_ckpt.benchmarks._killed_fit"
+_SCRIPT = "benchmarks.killed_fit"
 _MTBF_SECONDS = 600.0
 _GOALS = (
     Goal("noticed", "until the others have noticed", 0.1, "s", at_least=False),
@@ -56,23 +55,6 @@ _NOTE = """\
 seconds from the SIGKILL, medians: until all other ranks knew of it; until all ranks trained again; until
 the first step that was never taken before, of which re-run are steps taken again. time ratio: effective training
 time at an MTBF of 10 minutes, as far as failures cost it; what checkpoints cost, `bench overhead` measures"""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MeasuredFailure:
-    """A kill and its consequences, in seconds from the SIGKILL."""
-
-    noticed_seconds: float | None
-    """Until the last of the other ranks knew; unknown where these were ended."""
-    begin_seconds: float
-    """Until all ranks trained again."""
-    rerun_seconds: float
-    """Part of `total_seconds` for steps that were taken again."""
-    rerun_steps: int
-    total_seconds: float
-    """Until the slowest rank had finished the first new step."""
-    step_seconds: float
-    """Seconds of an ordinary step."""
 
 
 def time_ratio(failures: Sequence[MeasuredFailure]) -> float:
@@ -179,7 +161,7 @@ def job(
 ) -> Iterator[FailingJob]:
     """Start a training under a launcher, in a folder in `parent` or the temporary directory, and end the training.
 
-    `script` is the module to run, and its arguments behind the two folders; the default is the training of `bench in-place`.
+    `script` is the module to run, and its arguments behind the two folders; the default is the training of `in-place`.
     """
     with bench_folders(parent) as (folder, memory), (folder / "console").open("wb") as console:
         job = (kind or FailingJob)(launcher, num_ranks, folder, folder / "console")
@@ -278,47 +260,3 @@ class FailingJob:
                     f"{title_of(self._launcher)}, {self.num_ranks} ranks: {what} did not come.\n{shown}"
                 )
             time.sleep(_LOOK_SECONDS)
-
-
-def failure_of(
-    ranks: Sequence[Sequence[Record]], at: float, killed: int, *, alone: bool = False
-) -> MeasuredFailure | None:
-    """Return a kill's cost; `None` until the cost is known.
-
-    Args:
-        ranks: lines of each rank's `StepLines`.
-        at: time of the kill, by the lines' clock.
-        killed: rank that died.
-        alone: whether the others stay in the step that they are in.
-    """
-    begun, before, after, noticed = 0.0, [], [], []
-    for rank, lines in enumerate(ranks):
-        begins = [line["at"] for line in lines if line["what"] == "begin" and line["at"] > at]
-        if not begins and (rank == killed or not alone):
-            return None
-        start = begins[0] if begins else at
-        begun = max(begun, start)
-        steps = [line for line in lines if line["what"] == "step"]
-        before.append([line for line in steps if line["at"] < start])
-        after.append([line for line in steps if line["at"] > start])
-        if rank != killed:
-            noticed += [line["at"] for line in lines if line["what"] == "noticed" and line["at"] > at][:1]
-    lost = max(line["step"] for lines in before for line in lines)
-    if not all(any(line["step"] > lost for line in lines) for lines in after):
-        return None
-    new = max(next(line["at"] for line in lines if line["step"] > lost) for lines in after)
-    again = [line for lines in after for line in lines if line["step"] <= lost]
-    return MeasuredFailure(
-        noticed_seconds=max(noticed) - at if noticed and len(noticed) == len(ranks) - 1 else None,
-        begin_seconds=begun - at,
-        rerun_seconds=max(line["at"] for line in again) - begun if again else 0.0,
-        rerun_steps=len({line["step"] for line in again}),
-        total_seconds=new - at,
-        step_seconds=step_seconds_of(before[killed]),
-    )
-
-
-def step_seconds_of(steps: Sequence[Record]) -> float:
-    """Return the median step of the last ones."""
-    times: list[float] = [line["at"] for line in steps[-2 * WINDOW :]]
-    return statistics.median(later - earlier for earlier, later in pairwise(times))

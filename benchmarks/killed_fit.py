@@ -1,6 +1,6 @@
-"""Run a rank of a training to be killed, for `_in_place`, which starts the rank by a launcher.
+"""Run a rank of a training to be killed, for `in_place`, which starts the rank by a launcher.
 
-python -m lightning_moe_ckpt.benchmarks._killed_fit FOLDER MEMORY
+python -m benchmarks.killed_fit FOLDER MEMORY
 
 Steps are taken while FOLDER/turn is there.
 """
