@@ -46,7 +46,7 @@ from lightning_moe_ckpt.storage import (
     full_records,
     segment_key,
 )
-from lightning_moe_ckpt.storage._catalog import Contents, missing_objects, read_catalog, read_marker
+from lightning_moe_ckpt.storage._catalog import Contents, missing_objects, read_marker
 from lightning_moe_ckpt.tiers import Holding, HostTier, is_differential, is_partial, shared_directory
 from lightning_moe_ckpt.tiers._shm import close_shared, memory_files, open_shared
 
@@ -353,7 +353,7 @@ class Flush:
                 owners.setdefault(each.owner, []).append(each)
 
     def _contents(self, generation: GenerationId) -> Contents:
-        return read_catalog(self._backend, generation.prefix).get(generation, Contents(generation))
+        return Contents(generation, self._backend)
 
     def _lacking(self, version: Version) -> set[int]:
         """Return the ranks whose part is neither in this memory nor in storage."""

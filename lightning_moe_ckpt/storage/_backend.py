@@ -80,11 +80,11 @@ class Backend(Protocol):
             Corrupt: the object ends before `out` is full; some stores raise `StorageError` instead.
         """
 
-    def list(self, prefix: str) -> list[Entry]:
-        """List all complete objects whose key starts with `prefix`, sorted by key."""
+    def list(self, prefix: str, after: str = "", most: int | None = None) -> list[Entry]:
+        """List the complete objects whose key starts with `prefix`, sorted by key: those behind the key `after`, `most` at most."""
 
-    def delete(self, key: str) -> None:
-        """Remove an object; a missing object is no error. The removal need not survive a power cut."""
+    def delete(self, *keys: str) -> None:
+        """Remove objects in any order; a missing object is no error. The removal need not survive a power cut."""
 
     def unfinished_writes(self, prefix: str) -> Sequence[Entry]:
         """List leftovers of interrupted or running writes under `prefix`, as far as the store tells; see `sweep`.

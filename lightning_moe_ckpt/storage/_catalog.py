@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from lightning_moe_ckpt.errors import Corrupt, KeyMissing, NoUsableGeneration
@@ -22,17 +22,18 @@ from lightning_moe_ckpt.storage._entries import MarkerLines, SegmentEntry
 from lightning_moe_ckpt.storage._json import Form, decode, digest_of, encode, keys, many
 from lightning_moe_ckpt.storage._markers import Commit, RankMarker, StoredMarker
 from lightning_moe_ckpt.storage._names import (
-    COMMITTED,
     CONST_PREFIX,
     LOG_PREFIX,
     SNAP_PREFIX,
     GenerationId,
+    Receipt,
     commit_key,
     const_key,
     marker_key,
     parse_const_key,
     parse_data_name,
     parse_marker_name,
+    parse_receipt_name,
     parse_snap_key,
 )
 
@@ -40,34 +41,84 @@ CONSTANTS = "constants"
 """Key of the constants' description in a policy; absent without constants."""
 
 
-@dataclass(slots=True)
 class Contents:
-    """Stored objects of a generation."""
+    """Stored objects of a generation: what a first page of a listing showed, and the rest once it is asked for.
 
-    generation: GenerationId
-    sizes: dict[str, int] = field(default_factory=dict)
-    """Bytes by key."""
-    ranks: set[int] = field(default_factory=set)
-    """Ranks with a stored marker."""
-    committed: bool = False
-    """Whether there is a `_COMMITTED` object, readable or not."""
+    Args:
+        generation: name of the generation.
+        backend: lists all objects; `None` if `first` has all.
+        first: bytes by key, at least of the manifest if there is one.
+    """
+
+    def __init__(
+        self, generation: GenerationId, backend: Backend | None = None, first: Mapping[str, int] | None = None
+    ) -> None:
+        self.generation, self.backend, self.first = generation, backend, dict(first or {})
+
+    @property
+    def committed(self) -> bool:
+        """Whether there is a `_COMMITTED` object, readable or not."""
+        return commit_key(self.generation) in self.first
+
+    @cached_property
+    def sizes(self) -> Mapping[str, int]:
+        """Bytes by key."""
+        if self.backend is not None:
+            self.first = {entry.key: entry.nbytes for entry in self.backend.list(self.generation.prefix)}
+        return self.first
+
+    @cached_property
+    def ranks(self) -> set[int]:
+        """Ranks with a stored marker."""
+        return {rank for name in self._names if (rank := parse_marker_name(name)) is not None}
+
+    @cached_property
+    def files(self) -> Mapping[tuple[int, int], int]:
+        """Bytes of segments by rank and step."""
+        places = zip(map(parse_data_name, self._names), self.sizes.values(), strict=True)
+        return {place: nbytes for place, nbytes in places if place is not None}
+
+    @cached_property
+    def receipts(self) -> Mapping[int, Receipt]:
+        """Receipts by rank; several of a rank say nothing."""
+        found = [each for name in self._names if (each := parse_receipt_name(name)) is not None]
+        alone = {each.rank: each for each in found}
+        return alone if len(alone) == len(found) else {}
+
+    @property
+    def _names(self) -> list[str]:
+        start = len(self.generation.prefix)
+        return [key[start:] for key in self.sizes]
 
 
 Catalog = Mapping[GenerationId, Contents]
 
+_PAGE = 1000
+"""Objects of a request; a run of few ranks has no more."""
 
-def read_catalog(backend: Backend, prefix: str = SNAP_PREFIX) -> Catalog:
-    """List everything below `prefix` by generation; objects with foreign names are ignored."""
+
+def read_catalog(backend: Backend, known: Catalog = MappingProxyType({})) -> Catalog:
+    """List the generations, and whether they are committed; objects with foreign names are ignored.
+
+    Takes a request per generation at most: the listing goes on behind a generation of which a page had the beginning.
+    `known` has earlier listings: of a committed generation, all of whose objects are older, the objects are not listed again.
+    """
     catalog: dict[GenerationId, Contents] = {}
-    for entry in backend.list(prefix):
-        place = parse_snap_key(entry.key)
-        if place is None:
-            continue
-        contents = catalog.setdefault(place[0], Contents(place[0]))
-        contents.sizes[entry.key] = entry.nbytes
-        contents.committed |= place[1] == COMMITTED
-        if (rank := parse_marker_name(place[1])) is not None:
-            contents.ranks.add(rank)
+    after, page = "", [*backend.list(SNAP_PREFIX, most=_PAGE)]
+    while page:
+        for entry in page:
+            if (place := parse_snap_key(entry.key)) is not None:
+                catalog.setdefault(place[0], Contents(place[0])).first[entry.key] = entry.nbytes
+        if len(page) < _PAGE:
+            break
+        after = page[-1].key
+        if place is not None:
+            catalog[place[0]].backend = backend
+            after = max(after, f"{place[0].prefix}z")  # behind every name of a generation's objects
+        page = backend.list(SNAP_PREFIX, after, _PAGE)
+    for generation, contents in catalog.items():
+        if contents.backend is not None and contents.committed and generation in known:
+            catalog[generation] = known[generation]
     return catalog
 
 
@@ -140,8 +191,7 @@ def missing_parts(commit: Commit, contents: Contents) -> str | None:
     if absent:
         return f"markers of ranks {absent[:8]} are missing"
     # An abandoned window may have left segments of other steps beside a generation of its last step.
-    steps = {key: parse_data_name(key.rpartition("/")[2]) for key in contents.sizes}
-    nbytes = sum(size for key, size in contents.sizes.items() if steps[key] in commit.steps)
+    nbytes = sum(size for (_, step), size in contents.files.items() if step in commit.steps)
     if nbytes != commit.nbytes:
         return f"{nbytes} of {commit.nbytes} bytes of segments are there"
     return None
@@ -149,11 +199,10 @@ def missing_parts(commit: Commit, contents: Contents) -> str | None:
 
 def delete_generation(backend: Backend, contents: Contents) -> None:
     """Delete a generation with its leftovers, manifest first: readers must never see a manifest without files."""
-    # The manifest, then markers, then segments.
-    for key in sorted(
-        contents.sizes, key=lambda key: (not key.endswith(f"/{COMMITTED}"), not key.endswith(".done"), key)
-    ):
-        backend.delete(key)
+    files = [key for key in contents.sizes if key.endswith(".safetensors")]
+    backend.delete(*contents.sizes.keys() & {commit_key(contents.generation)})
+    backend.delete(*contents.sizes.keys() - {commit_key(contents.generation), *files})  # markers and receipts
+    backend.delete(*files)
     backend.sweep(contents.generation.prefix)
 
 
@@ -255,8 +304,8 @@ def sweep_constants(backend: Backend, catalog: Catalog, *, incarnation: int) -> 
     except (Corrupt, KeyMissing):
         return 0
     doomed = [each for each in old if each.key not in named]
-    for each in sorted(doomed, key=lambda each: (not each.key.endswith(".done"), each.key)):  # the description first
-        backend.delete(each.key)
+    for described in (True, False):  # the description first
+        backend.delete(*(each.key for each in doomed if each.key.endswith(".done") == described))
     return sum(each.nbytes for each in doomed)
 
 

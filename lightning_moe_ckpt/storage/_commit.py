@@ -6,6 +6,9 @@ a log whose generations are all gone, are reported. (The backend itself refuses 
 A commit waits for every rank's marker, checks the markers against the listing, and publishes last: a reader that sees
 `_COMMITTED` must find every object, so the manifest is created last, and exclusively. Its bytes follow from the markers
 alone. If the same bytes are already there, the commit succeeded, whoever wrote them.
+
+Reading the markers of ten thousand ranks would take minutes. Where there are many ranks, each stores a receipt too, and
+the coordinator lists these instead: of markers that agree it reads one.
 """
 
 from __future__ import annotations
@@ -13,8 +16,9 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from types import MappingProxyType
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import Corrupt, Fenced, KeyExists, KeyMissing, NoUsableGeneration, StorageError
@@ -24,6 +28,7 @@ from lightning_moe_ckpt.storage._catalog import (
     Contents,
     expect_folder,
     missing_objects,
+    missing_parts,
     nothing_at,
     read_catalog,
     read_commit,
@@ -32,13 +37,17 @@ from lightning_moe_ckpt.storage._catalog import (
 from lightning_moe_ckpt.storage._entries import GENERATION
 from lightning_moe_ckpt.storage._json import maybe
 from lightning_moe_ckpt.storage._log import History, Lineage, Log, watermark_event
-from lightning_moe_ckpt.storage._markers import Commit, RankMarker, StoredMarker
-from lightning_moe_ckpt.storage._names import GenerationId, commit_key, new_nonce
+from lightning_moe_ckpt.storage._markers import Commit, RankMarker, StoredMarker, receipt_of
+from lightning_moe_ckpt.storage._names import GenerationId, commit_key, new_nonce, receipts_prefix
 
 log = rank_logger(__name__)
 
 _FIRST_PAUSE_SECONDS = 0.005
 _LONGEST_PAUSE_SECONDS = 0.25
+_RANKS_PER_SECOND = 10_000
+"""Receipts that the coordinator lists in a second of waiting, at most: ten requests."""
+RECEIPTS_FROM = 64
+"""Ranks from which on each stores a receipt beside its marker, a request of its own and one less of the coordinator's."""
 _REMEDY = "It is skipped; the next one must store itself what it cannot reference."
 
 
@@ -116,8 +125,8 @@ class Coordination:
     offered: frozenset[GenerationId] = frozenset()
     lineage: Lineage | None = None
     """Lineage of our incarnation, as it began."""
-    committed: frozenset[GenerationId] = frozenset()
-    """Generations with a manifest, readable or not, in the last listing."""
+    catalog: Catalog = field(default_factory=dict)
+    """Last listing."""
 
     def refresh(self) -> None:
         """Read other processes' entries; after `open` they only mean that this process is fenced. Raises `Fenced` if another run
@@ -217,98 +226,131 @@ def await_markers(
     """
     give_up, pause = time.monotonic() + timeout.total_seconds(), _FIRST_PAUSE_SECONDS
     markers: dict[int, StoredMarker] = {}
+    longest = max(_LONGEST_PAUSE_SECONDS, own.world_size / _RANKS_PER_SECOND)
     while True:
-        contents = read_catalog(backend, own.generation.prefix).get(own.generation, Contents(own.generation))
-        lacking = [(rank, _take(backend, own, rank, contents, markers)) for rank in range(own.world_size)]
-        reasons = [f"rank {rank}: {reason.rstrip('.')}" for rank, reason in lacking if reason is not None]
-        if not reasons:
+        is_over, lacking = time.monotonic() >= give_up or cancelled(), ["not all receipts are there yet"]
+        # Files and markers are listed once, when the receipts are complete, or to say what is missing.
+        receipts_are_few = own.world_size < RECEIPTS_FROM or is_over
+        if receipts_are_few or len(backend.list(receipts_prefix(own.generation))) >= own.world_size:
+            lacking = _take(backend, own, Contents(own.generation, backend), markers)
+        if not lacking:
             return [markers[rank] for rank in range(own.world_size)]
-        if time.monotonic() >= give_up or cancelled():
+        if is_over:
             raise StorageError(
-                f"commit {own.generation}: at the end of the wait (limit: {timeout.total_seconds():.0f} s), {len(reasons)} of {own.world_size} "
-                f"ranks lack something: {'; '.join(reasons[:8])}. The previous generation stays the newest."
+                f"commit {own.generation}: at the end of the wait (limit: {timeout.total_seconds():.0f} s), {len(lacking)} of {own.world_size} "
+                f"ranks lack something: {'; '.join(lacking[:8])}. The previous generation stays the newest."
             )
         check_fence()
         sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        pause = min(2 * pause, longest)
 
 
-def _take(
-    backend: Backend, own: RankMarker, rank: int, contents: Contents, markers: dict[int, StoredMarker]
-) -> str | None:
-    """Add the marker of `rank` to `markers`; return the reason why it cannot be added yet, else `None`."""
-    if rank in markers:
-        return None
-    if rank not in contents.ranks:
-        return "no marker yet"
-    try:
-        stored = read_marker(backend, own.generation, rank)
-    except (Corrupt, KeyMissing) as error:
-        return str(error)
-    marker = stored.marker
-    if (marker.run_id, marker.plan_hash) != (own.run_id, own.plan_hash):
-        return f"marker is for plan {marker.plan_hash} of run {marker.run_id}"
-    if missing := missing_objects(marker, contents):
-        return f"{len(missing)} objects are missing or of another size, first {missing[0]}"
-    markers[rank] = stored
-    return None
+def _take(backend: Backend, own: RankMarker, contents: Contents, markers: dict[int, StoredMarker]) -> list[str]:
+    """Add markers that are there to `markers`, by rank; return the reasons why others cannot be added yet."""
+    alike, lacking = dict[str, RankMarker](), list[str]()
+    for rank in range(own.world_size):
+        if rank in markers:
+            continue
+        reason: str | None = "no marker yet"
+        if rank in contents.ranks:
+            try:
+                stored = _read_or_receive(backend, contents, rank, alike)
+            except (Corrupt, KeyMissing) as error:
+                reason = str(error).rstrip(".")
+            else:
+                marker = stored.marker
+                reason = missing_files(stored, contents)
+                if (marker.run_id, marker.plan_hash) != (own.run_id, own.plan_hash):
+                    reason = f"marker is for plan {marker.plan_hash} of run {marker.run_id}"
+                elif reason is None:
+                    markers[rank] = stored
+        lacking += [f"rank {rank}: {reason}"] * (reason is not None)
+    return lacking
+
+
+def _read_or_receive(backend: Backend, contents: Contents, rank: int, alike: dict[str, RankMarker]) -> StoredMarker:
+    """Return a rank's marker, or its receipt with a marker in `alike` that agrees; those that are read are added there."""
+    receipt = contents.receipts.get(rank)
+    if receipt is not None and receipt.agreement in alike:
+        return StoredMarker(alike[receipt.agreement], receipt.digest, receipt)
+    stored = read_marker(backend, contents.generation, rank)
+    if receipt == receipt_of(stored.marker, stored.digest):
+        alike[receipt.agreement] = stored.marker
+    return stored
+
+
+def missing_files(stored: StoredMarker, contents: Contents) -> str | None:
+    """Return which of a rank's files the listing lacks, or shows with another size; `None` if all are there."""
+    if (receipt := stored.receipt) is not None:
+        nbytes = sum(contents.files.get((receipt.rank, step), 0) for step in stored.marker.steps)
+        return None if nbytes == receipt.nbytes else f"{nbytes} of {receipt.nbytes} bytes of its segments are there"
+    missing = missing_objects(stored.marker, contents)
+    return f"{len(missing)} objects are missing or of another size, first {missing[0]}" if missing else None
 
 
 def complete_markers(backend: Backend, run_id: str, contents: Contents) -> list[StoredMarker]:
-    """Read all markers of a generation that its incarnation did not commit; the caller counts the ranks.
+    """Take all markers of a generation that its incarnation did not commit; the caller counts the ranks.
 
     Raises:
         Corrupt: a marker is damaged, belongs to another run, or names an object that is missing.
         KeyMissing: a marker was deleted meanwhile.
     """
-    stored = [read_marker(backend, contents.generation, rank) for rank in sorted(contents.ranks)]
-    for marker in (each.marker for each in stored):
-        if marker.run_id != run_id:
-            raise Corrupt(f"rank {marker.rank} wrote it for run {marker.run_id}.")
-        if missing := missing_objects(marker, contents):
-            raise Corrupt(f"rank {marker.rank}: {missing[0]} is missing or of another size.")
+    alike = dict[str, RankMarker]()
+    stored = [_read_or_receive(backend, contents, rank, alike) for rank in sorted(contents.ranks)]
+    for each in stored:
+        if each.marker.run_id != run_id:
+            raise Corrupt(f"rank {each.rank} wrote it for run {each.marker.run_id}.")
+        if (missing := missing_files(each, contents)) is not None:
+            raise Corrupt(f"rank {each.rank}: {missing}.")
     return stored
 
 
-def publish(backend: Backend, stored: Sequence[StoredMarker], history: History) -> Commit:
+def publish(
+    backend: Backend, stored: Sequence[StoredMarker], history: History, known: Catalog = MappingProxyType({})
+) -> Commit:
     """Create the manifest for the markers of all ranks, unless the same manifest is there already.
 
-    The history decides whether referenced files may be used.
+    The history decides whether referenced files may be used; `known` has listings of generations of many objects.
 
     Raises:
         Corrupt: a rank is missing, ranks disagree, or a referenced file is not committed or was given up.
         KeyExists: another manifest has the name.
     """
     commit = Commit.of(stored)
-    expect_needs(backend, history, commit, stored)
+    expect_needs(backend, history, commit, stored, known)
     key = commit_key(commit.generation)
     if not create_once(backend, key, commit.to_bytes()):
         raise KeyExists(f"{key}: another manifest has this name. The generation is not ours to commit.")
     return commit
 
 
-def expect_needs(backend: Backend, history: History, commit: Commit, stored: Sequence[StoredMarker]) -> None:
+def expect_needs(
+    backend: Backend, history: History, commit: Commit, stored: Sequence[StoredMarker], known: Catalog
+) -> None:
     """Check, before a manifest becomes visible, that the referenced files of all ranks' markers are committed and not given up.
 
     Raises:
         Corrupt: a referenced file was given up, was never committed, is gone, or has another size.
         StorageError: the medium failed.
     """
-    if not commit.needs:
-        return
+    received = any(each.receipt is not None for each in stored)
+    large = {each for each, contents in known.items() if contents.backend is not None}
+    older = {need: known[need] if need in large else Contents(need, backend) for need in commit.needs}
     for need in commit.needs:
         if (dead := history.why_dead(need)) is not None:
             raise Corrupt(f"{commit.generation}: refers to {need}, which must not be used: {dead}. {_REMEDY}")
         try:
-            read_commit(backend, need, history.run_id)
+            manifest = read_commit(backend, need, history.run_id)
         except (Corrupt, KeyMissing) as error:
             raise Corrupt(
                 f"{commit.generation}: refers to {need}, which is not committed: {error} {_REMEDY}"
             ) from error
-    catalog = read_catalog(backend)
-    for marker in (each.marker for each in stored):
+        # The files that a rank refers to are in its marker; which these are does not matter if none is missing.
+        if received and (missing := missing_parts(manifest, older[need])) is not None:
+            raise Corrupt(f"{commit.generation}: refers to {need}, of which {missing}. {_REMEDY}")
+    for marker in (each.marker for each in stored if each.receipt is None):
         for entry in marker.referenced:
-            if catalog[entry.generation].sizes.get(entry.segment.key) != entry.segment.nbytes:
+            if older[entry.generation].sizes.get(entry.segment.key) != entry.segment.nbytes:
                 raise Corrupt(
                     f"{commit.generation}: refers to {entry.segment.key}, which is gone or of another size. {_REMEDY}"
                 )

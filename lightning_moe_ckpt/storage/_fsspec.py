@@ -114,7 +114,7 @@ class FsspecBackend:
             stop = min(begin + _CHUNK_NBYTES, out.nbytes)
             rest[begin:stop] = insist(partial(self._range, key, start + begin, start + stop))
 
-    def list(self, prefix: str) -> list[Entry]:
+    def list(self, prefix: str, after: str = "", most: int | None = None) -> list[Entry]:
         """List the directory part of `prefix`, past every listing cache; all of it, or an error.
 
         Not by `find` or `walk`, which take an unlistable folder for an empty one.
@@ -125,17 +125,18 @@ class FsspecBackend:
             folder = folders.pop()
             for name, facts in insist(partial(self._entries, folder)):
                 if facts["type"] == "directory":
-                    folders.append(name)
-                elif name.startswith(prefix):
+                    folders += [name] * (f"{name}0" > after)  # else all of its keys come before
+                elif name.startswith(prefix) and name > after:
                     found.append(Entry(name, int(facts["size"])))
-        return sorted(found, key=lambda entry: entry.key)
+        return sorted(found, key=lambda entry: entry.key)[:most]
 
-    def delete(self, key: str) -> None:
-        with contextlib.suppress(KeyMissing):
-            self._call("delete", key, self._fs.rm_file)
-        folder = key.rpartition("/")[0]
-        while folder and self._has_folders and self._removes(folder):
-            folder = folder.rpartition("/")[0]
+    def delete(self, *keys: str) -> None:
+        for key in keys:
+            with contextlib.suppress(KeyMissing):
+                self._call("delete", key, self._fs.rm_file)
+        for folder in sorted({key.rpartition("/")[0] for key in keys}):
+            while folder and self._has_folders and self._removes(folder):
+                folder = folder.rpartition("/")[0]
 
     def unfinished_writes(self, prefix: str) -> Sequence[Entry]:
         """Return nothing, see `sweep`."""

@@ -10,6 +10,10 @@ Timeline rule: a generation is dead once a later incarnation began from an earli
 Lineage rule: a log may be copied or put back to an older state, and a number is then given twice. So each incarnation
 draws a name and puts it into its `open` entry and all its markers. A name that the log lacks is not of its past. The
 newest entry's nonce tells a process that the log is still the one it writes.
+
+Compaction deletes all but the newest `KEPT_ENTRIES`, which is harmless at any time, in any order and by anybody: those
+repeat the history. An index becomes free by it, so a writer that slept looks, after it created an entry, whether later
+ones are there. There are some unless the entry is the newest: the newest entry is never deleted.
 """
 
 from __future__ import annotations
@@ -36,9 +40,12 @@ from lightning_moe_ckpt.storage._json import (
     many,
     maybe,
 )
-from lightning_moe_ckpt.storage._names import LOG_PREFIX, GenerationId, log_block, log_key, parse_log_key
+from lightning_moe_ckpt.storage._names import LOG_PREFIX, GenerationId, log_key, parse_log_key
 
 log = rank_logger(__name__)
+
+KEPT_ENTRIES = 1000
+"""Newest entries of a log that stay; older ones are deleted, a thousand with one request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +230,7 @@ class Log:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
+        self._oldest = 0  # no older entry is there
         self._newest = -1  # index of the newest known entry, readable or not
         self._nonce: str | None = None  # nonce of that entry, if it could be read
         self._defect: CheckpointError | None = None  # error of the last unreadable entry
@@ -235,8 +243,8 @@ class Log:
         Raises:
             Corrupt: there are entries, but none can be read.
         """
-        indices = self._indices(LOG_PREFIX)
-        self._newest = indices[-1] if indices else -1
+        indices = self._indices()
+        self._oldest, self._newest = (indices[0], indices[-1]) if indices else (0, -1)
         self._nonce = None
         for self.num_lost, index in enumerate(reversed(indices)):
             if (entry := self._read_entry(index)) is not None:
@@ -260,14 +268,21 @@ class Log:
         """Create the next entry from an event, see FORMAT.md, and the state after it.
 
         Returns:
-            False if another process took the index first; nothing was written then.
+            False if another process took the index first, or wrote later entries; the log then has to be read again.
         """
         nonce = uuid.uuid4().hex
         entry = _Entry(self._newest + 1, nonce, event, history)
         if not create_once(self._backend, log_key(entry.index), encode("log", _ENTRY.body(entry))):
             return False
         self._newest, self._nonce = entry.index, nonce
-        return True
+        return not self._backend.list(LOG_PREFIX, log_key(entry.index), 1)
+
+    def compact(self) -> None:
+        """Delete entries that only tell people of old events, once there are a thousand of them. Call it after `append`."""
+        first = self._newest + 1 - KEPT_ENTRIES
+        if first - self._oldest >= KEPT_ENTRIES and self._read_entry(self._newest) is not None:
+            self._backend.delete(*map(log_key, range(self._oldest, first)))
+            self._oldest = first
 
     def news(self, own: History) -> History | None:
         """Return the state after other processes' entries newer than our newest, whose state is `own`; `None` if there are none.
@@ -275,7 +290,7 @@ class Log:
         Raises:
             Fenced: a later incarnation or run wrote an entry, the newest entry cannot be read, or our own is gone.
         """
-        newest = max(self._indices(log_block(self._newest + 1)), default=-1)  # dense: the next entry is in this block
+        newest = max(self._indices(log_key(self._newest)), default=-1)
         self._expect_own()
         if newest <= self._newest:
             return None
@@ -311,8 +326,8 @@ class Log:
             log.error("log entry %d cannot be read and is skipped: %s", index, error)
             return None
 
-    def _indices(self, prefix: str) -> list[int]:
-        found = (parse_log_key(entry.key) for entry in self._backend.list(prefix))
+    def _indices(self, after: str = "") -> list[int]:
+        found = (parse_log_key(entry.key) for entry in self._backend.list(LOG_PREFIX, after))
         return sorted(index for index in found if index is not None)
 
 

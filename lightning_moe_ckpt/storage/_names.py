@@ -4,6 +4,7 @@
 _log/<n:020d>.json                                                      incarnations and watermark, dense
 snap/<step:012d>/i<incarnation:06d>-<nonce>/rank<r:05d>.<step:012d>.safetensors     one segment
 snap/<step:012d>/i<incarnation:06d>-<nonce>/rank<r:05d>.done                    that rank's marker over all its segments
+snap/<step:012d>/i<incarnation:06d>-<nonce>/done.rank<r:05d>.<digest>.<agreement>.<nbytes>   receipt of that marker, empty
 snap/<step:012d>/i<incarnation:06d>-<nonce>/_COMMITTED                         the generation exists
 const/i<incarnation:06d>-<nonce>/<digest>.safetensors                           parameters that training does not change
 const/i<incarnation:06d>-<nonce>/<digest>.done                                  which they are, and in which of these files
@@ -11,6 +12,9 @@ const/i<incarnation:06d>-<nonce>/<digest>.done                                  
 
 Invariant: only one incarnation uses a name, so no reader sees an object change. `incarnation` counts the starts in the
 log. If a log was copied or put back to an older state, two incarnations get the same number; `nonce` is random.
+
+The manifest sorts before all other names of its generation, and receipts before files: the first page of a listing has
+the manifest, and a few pages have the receipts of all ranks.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from __future__ import annotations
 import re
 import uuid
 from dataclasses import dataclass
+from typing import NamedTuple
 
 LOG_PREFIX = "_log/"
 SNAP_PREFIX = "snap/"
@@ -31,7 +36,8 @@ DURABLE, NODE = "durable", "node"
 _LOG = re.compile(r"_log/(00\d{18})\.json")
 _SNAP = re.compile(r"snap/(\d{12,18})/i(\d{6,18})-([0-9a-f]{12})/([^/]+)")
 _MARKER = re.compile(r"rank(\d{5,18})\.done")
-_DATA = re.compile(r"rank\d{5,18}\.(\d{12,18})\.safetensors")
+_DATA = re.compile(r"rank(\d{5,18})\.(\d{12,18})\.safetensors")
+_RECEIPT = re.compile(r"done\.rank(\d{5,18})\.([0-9a-f]{32})\.([0-9a-f]{32})\.(\d{1,18})")
 _CONST = re.compile(r"const/i(\d{6,18})-([0-9a-f]{12})/([0-9a-f]{32})\.(done|safetensors)")
 _OURS = re.compile(
     r"_log(/00\d{18}\.json)?|snap(/\d{12,18}(/i\d{6,18}-[0-9a-f]{12}(/[^/]+)?)?)?|const(/i\d{6,18}-[0-9a-f]{12}(/[^/]+)?)?"
@@ -84,11 +90,6 @@ def log_key(index: int) -> str:
     return f"{LOG_PREFIX}{index:020d}.json"
 
 
-def log_block(index: int) -> str:
-    """Prefix of the block, a thousand log keys, that contains `index`."""
-    return f"{LOG_PREFIX}{index:020d}"[:-3]
-
-
 def segment_key(generation: GenerationId, rank: int, step: int, audience: str = DURABLE) -> str:
     """Return the key of the file that `rank` captured at `step`. Node files have a key too: markers name them by it."""
     told = "" if audience == DURABLE else f".{audience}"
@@ -97,6 +98,25 @@ def segment_key(generation: GenerationId, rank: int, step: int, audience: str = 
 
 def marker_key(generation: GenerationId, rank: int) -> str:
     return f"{generation.prefix}rank{rank:05d}.done"
+
+
+class Receipt(NamedTuple):
+    """Facts about a stored marker in the name of an empty object, so that a listing shows those of a thousand ranks."""
+
+    rank: int
+    digest: str
+    """Digest of the marker's bytes."""
+    agreement: str
+    """Digest of the facts that a manifest takes from the marker, besides files: see `agreement_of`."""
+    nbytes: int
+    """Bytes of the marker's own segments."""
+
+    def key(self, generation: GenerationId) -> str:
+        return f"{receipts_prefix(generation)}{self.rank:05d}.{self.digest}.{self.agreement}.{self.nbytes}"
+
+
+def receipts_prefix(generation: GenerationId) -> str:
+    return f"{generation.prefix}done.rank"
 
 
 def commit_key(generation: GenerationId) -> str:
@@ -129,10 +149,16 @@ def parse_snap_key(key: str) -> tuple[GenerationId, str] | None:
     return GenerationId(step=int(match[1]), incarnation=int(match[2]), nonce=match[3]), match[4]
 
 
-def parse_data_name(name: str) -> int | None:
-    """Return a segment's step from its key's last part; `None` for any other object."""
+def parse_data_name(name: str) -> tuple[int, int] | None:
+    """Return a segment's rank and step from its key's last part; `None` for any other object."""
     match = _DATA.fullmatch(name)
-    return int(match[1]) if match else None
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def parse_receipt_name(name: str) -> Receipt | None:
+    """Return the receipt that a key's last part spells; `None` for any other object."""
+    match = _RECEIPT.fullmatch(name)
+    return Receipt(int(match[1]), match[2], match[3], int(match[4])) if match else None
 
 
 def parse_marker_name(name: str) -> int | None:

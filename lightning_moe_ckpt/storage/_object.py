@@ -47,6 +47,7 @@ from lightning_moe_ckpt.storage._object_options import Unmapped, split_url, tran
 
 PART_NBYTES = 16 * 2**20
 _MIN_PART_NBYTES = 5 * 2**20  # the limit of S3, except for the last part
+_DELETED_AT_ONCE = 1000
 
 _STORES: Mapping[str, Any] = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
 
@@ -182,23 +183,35 @@ class ObjectBackend:
             for at, end, part in zip(starts, ends, parts, strict=True):
                 self._fill(key, start + at, rest[at:end], part)
 
-    def list(self, prefix: str) -> list[Entry]:
+    def list(self, prefix: str, after: str = "", most: int | None = None) -> list[Entry]:
         """List objects whose key starts with `prefix`; obstore itself lists whole folders only.
 
         Asks again behind the last key until nothing more comes: obstore takes any XML for the last page, also an error's.
         """
-        folder, found, idle = prefix.rpartition("/")[0], dict[str, int](), 0
-        while idle < (1 if found else 2):
-            listed = self._call(f"list {folder} at {self.url}", partial(self._behind, folder, max(found, default=None)))
+        folder, found, idle, is_end = prefix.rpartition("/")[0], dict[str, int](), 0, False
+        last = max(after, prefix[:-1])  # comes before every key that is wanted
+        while not is_end and idle < (1 if found else 2):
+            listed, is_end = self._call(
+                f"list {folder} at {self.url}", partial(self._behind, folder, last, prefix, most)
+            )
             idle += listed.keys() <= found.keys()  # not by emptiness: a server may ignore the start key
             found |= listed
-        return [Entry(key, found[key]) for key in sorted(found) if key.startswith(prefix)]
+            last = max([last, *listed])
+        wanted = [key for key in sorted(found) if key.startswith(prefix) and key > after]
+        return [Entry(key, found[key]) for key in wanted[:most]]
 
-    def delete(self, key: str) -> None:
-        try:
-            self._call(f"delete {key} at {self.url}", lambda: obstore.delete(self._store, key))
-        except KeyMissing:
-            return
+    def delete(self, *keys: str) -> None:
+        """Delete a thousand objects with each request, or one by one where the store does not take lists."""
+        for begin in range(0, len(keys), _DELETED_AT_ONCE):
+            some = keys[begin : begin + _DELETED_AT_ONCE]
+            what, given = f"delete {some[0]} at {self.url}", some[0] if len(some) == 1 else list(some)
+            try:
+                self._call(what, partial(obstore.delete, self._store, given))
+            except StorageError as error:
+                if not isinstance(error, KeyMissing) and len(some) == 1:
+                    raise
+                for key in some[: len(some) * (len(some) > 1)]:
+                    self.delete(key)
 
     def unfinished_writes(self, prefix: str) -> Sequence[Entry]:
         """List incomplete uploads; only S3 shows them."""
@@ -227,10 +240,17 @@ class ObjectBackend:
         """Abandon running uploads at their next part; connections close with the store's last reference."""
         self._pace.close()
 
-    def _behind(self, folder: str, last: str | None) -> Mapping[str, int]:
-        """Return key and size of the objects in a folder behind a key; of all objects if the key is `None`."""
-        found = obstore.list(self._store, folder or None, offset=last, chunk_size=1000).collect()
-        return {str(facts["path"]): int(facts["size"]) for facts in found}
+    def _behind(self, folder: str, last: str, prefix: str, most: int | None) -> tuple[Mapping[str, int], bool]:
+        """Return key and size of objects in a folder behind a key, and whether no others are wanted."""
+        found = dict[str, int]()
+        for page in obstore.list(self._store, folder or None, offset=last or None, chunk_size=1000):
+            sizes = {str(facts["path"]): int(facts["size"]) for facts in page}
+            found |= sizes
+            if (key := max(sizes, default="")) > prefix and not key.startswith(prefix):
+                return found, True
+            if most is not None and sum(each > last and each.startswith(prefix) for each in found) >= most:
+                return found, True
+        return found, False
 
     def _ranges(self, key: str, places: Mapping[str, Sequence[int]]) -> Sequence[Any]:
         try:

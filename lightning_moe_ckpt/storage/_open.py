@@ -116,7 +116,7 @@ class StorageCall:
 
     verb: Verb
     key: str
-    """Key of the object; a prefix for `list` and `sweep`."""
+    """Key of the object, of the first for `delete`; a prefix for `list` and `sweep`."""
     nbytes: int = 0
     """Bytes written or to be filled; 0 if only the answer shows them."""
 
@@ -166,11 +166,12 @@ class WrappedBackend:
     def get_range(self, key: str, start: int, out: memoryview) -> None:
         self._around(StorageCall("get_range", key, out.nbytes), lambda: self._backend.get_range(key, start, out))
 
-    def list(self, prefix: str) -> list[Entry]:
-        return self._around(StorageCall("list", prefix), lambda: self._backend.list(prefix))
+    def list(self, prefix: str, after: str = "", most: int | None = None) -> list[Entry]:
+        return self._around(StorageCall("list", prefix), lambda: self._backend.list(prefix, after, most))
 
-    def delete(self, key: str) -> None:
-        self._around(StorageCall("delete", key), lambda: self._backend.delete(key))
+    def delete(self, *keys: str) -> None:
+        for first in keys[:1]:
+            self._around(StorageCall("delete", first), lambda: self._backend.delete(*keys))
 
     def unfinished_writes(self, prefix: str) -> Sequence[Entry]:
         return self._around(StorageCall("list", prefix), lambda: self._backend.unfinished_writes(prefix))

@@ -17,8 +17,10 @@ import stat
 import subprocess
 import uuid
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 
 from lightning_moe_ckpt._logging import rank_logger
@@ -31,6 +33,7 @@ log = rank_logger(__name__)
 
 _CHUNK_NBYTES = 4 * 2**20
 _MAX_PRUNED = 100
+_UNLINKED_AT_ONCE = 16
 _UNPACED = Pace()  # for small objects that the caller waits for: the log, manifests
 _TEMPORARY = re.compile(r".*\.[0-9a-f]{32}\.tmp")
 _NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP}  # some FUSE and CIFS mounts: names are durable with the file there
@@ -104,17 +107,21 @@ class PosixBackend:
                     f"{path}: ended at byte {start + filled} of {start + out.nbytes}. Another copy may be good."
                 )
 
-    def list(self, prefix: str) -> list[Entry]:
+    def list(self, prefix: str, after: str = "", most: int | None = None) -> list[Entry]:
         """List files in the directory part of `prefix`; temporary files are not shown."""
-        return [*self._entries(prefix, temporary=False)]
+        return [*islice(self._entries(prefix, temporary=False, after=after), most)]
 
-    def delete(self, key: str) -> None:
-        """Unlink a file, and every directory left empty; anything but a file stays."""
-        path = self._path(key)
-        with _reported("delete", path):
-            if path.is_file() and not path.is_symlink():
-                path.unlink(missing_ok=True)
-            self._prune(path.parent)
+    def delete(self, *keys: str) -> None:
+        """Unlink files, and every directory left empty; anything but a file stays."""
+        paths = [self._path(key) for key in keys]
+        if len(paths) > _UNLINKED_AT_ONCE:  # a file server takes its time for each
+            with ThreadPoolExecutor(_UNLINKED_AT_ONCE, "moe-ckpt-delete") as pool:
+                list(pool.map(_unlink, paths))
+        else:
+            for path in paths:
+                _unlink(path)
+        for folder in {path.parent for path in paths}:
+            self._prune(folder)
 
     def unfinished_writes(self, prefix: str) -> Sequence[Entry]:
         return [*self._entries(prefix, temporary=True)]
@@ -139,19 +146,17 @@ class PosixBackend:
         """Abandon running writes; no file is held open."""
         self._pace.close()
 
-    def _entries(self, prefix: str, *, temporary: bool) -> Iterator[Entry]:
+    def _entries(self, prefix: str, *, temporary: bool, after: str = "") -> Iterator[Entry]:
         directory = self._root / prefix.rpartition("/")[0]
-        found = []
         with _reported("list", directory):
-            for file in self._files(directory):
+            for file in self._files(directory, after):
                 if self._key(file).startswith(prefix) and temporary == bool(_TEMPORARY.fullmatch(file.name)):
                     with suppress(FileNotFoundError):  # deleted since the directory was read
                         status = file.stat(follow_symlinks=False)
-                        found.append(Entry(self._key(file), status.st_size if stat.S_ISREG(status.st_mode) else 0))
-        yield from sorted(found, key=lambda entry: entry.key)
+                        yield Entry(self._key(file), status.st_size if stat.S_ISREG(status.st_mode) else 0)
 
-    def _files(self, directory: Path) -> Iterator[os.DirEntry[str]]:
-        """Yield files below `directory`; tolerates concurrent deletion and follows no links.
+    def _files(self, directory: Path, after: str = "") -> Iterator[os.DirEntry[str]]:
+        """Yield files below `directory` in the order of keys, behind a key; tolerates concurrent deletion and follows no links.
 
         Anything but a file under an object's name is named once and yielded too, as empty: no reader takes it for an
         object.
@@ -162,21 +167,23 @@ class PosixBackend:
         for above in self._below_root(directory):
             if above.is_symlink():
                 raise StorageRefused(_strange(above))
-        folders = [directory]
-        while folders:
-            for entry in _entries(folders.pop()):
-                folder, file = entry.is_dir(follow_symlinks=False), entry.is_file(follow_symlinks=False)
-                if (not file and is_ours(self._key(entry), folder=False)) or (
-                    not folder and is_ours(self._key(entry), folder=True)
-                ):
-                    with suppress(FileNotFoundError):  # deleted since the directory was read
-                        self._pass_over(entry)
-                    if is_ours(self._key(entry), folder=False):
-                        yield entry
-                elif folder:
-                    folders.append(Path(entry.path))
-                elif file:
+        found = _entries(directory)
+        while found:
+            entry = found.pop()
+            folder, file = entry.is_dir(follow_symlinks=False), entry.is_file(follow_symlinks=False)
+            if self._key(entry) + "0" * folder <= after:  # which comes behind the slash, and all in the folder
+                continue
+            if (not file and is_ours(self._key(entry), folder=False)) or (
+                not folder and is_ours(self._key(entry), folder=True)
+            ):
+                with suppress(FileNotFoundError):  # deleted since the directory was read
+                    self._pass_over(entry)
+                if is_ours(self._key(entry), folder=False):
                     yield entry
+            elif folder:
+                found += _entries(Path(entry.path))
+            elif file:
+                yield entry
 
     def _pass_over(self, entry: os.DirEntry[str]) -> None:
         """Warn, once per path, of a strange entry in place of our file or folder.
@@ -288,10 +295,17 @@ def _reported(operation: str, path: Path) -> Iterator[None]:
         raise kind(f"{operation} {where}: {error.strerror or error}.") from error
 
 
+def _unlink(path: Path) -> None:
+    with _reported("delete", path):
+        if path.is_file() and not path.is_symlink():
+            path.unlink(missing_ok=True)
+
+
 def _entries(directory: Path) -> list[os.DirEntry[str]]:
+    """Return a folder's entries, the last key first."""
     try:
         with os.scandir(directory) as entries:
-            return list(entries)
+            return sorted(entries, key=lambda each: each.name + "/" * each.is_dir(follow_symlinks=False), reverse=True)
     except FileNotFoundError:
         return []
 

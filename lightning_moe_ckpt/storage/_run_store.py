@@ -36,6 +36,7 @@ from lightning_moe_ckpt.storage._catalog import (
     sweep_constants,
 )
 from lightning_moe_ckpt.storage._commit import (
+    RECEIPTS_FROM,
     Coordination,
     await_markers,
     begin_run,
@@ -46,8 +47,9 @@ from lightning_moe_ckpt.storage._commit import (
     read_run,
 )
 from lightning_moe_ckpt.storage._entries import SegmentEntry
+from lightning_moe_ckpt.storage._json import digest_of
 from lightning_moe_ckpt.storage._log import Lineage, Log
-from lightning_moe_ckpt.storage._markers import Commit, RankMarker
+from lightning_moe_ckpt.storage._markers import Commit, RankMarker, receipt_of
 from lightning_moe_ckpt.storage._names import (
     CONST_PREFIX,
     LOG_PREFIX,
@@ -198,8 +200,11 @@ class RunStore:
         return read_constants(self._backend, policy)
 
     def put_marker(self, marker: RankMarker) -> None:
-        """State that all segments of `marker` are durable. Call it last."""
-        self._backend.put(marker_key(marker.generation, marker.rank), *marker.parts())
+        """State that all segments of `marker` are durable. Call it last. One of many ranks adds a receipt for the coordinator."""
+        parts = marker.parts()
+        self._backend.put(marker_key(marker.generation, marker.rank), *parts)
+        if marker.world_size >= RECEIPTS_FROM:
+            self._backend.put(receipt_of(marker, digest_of(*parts)).key(marker.generation), b"")
 
     def read_marker(self, commit: Commit, rank: int) -> RankMarker:
         """Read a rank's marker, as `read_committed_marker` does."""
@@ -240,9 +245,8 @@ class RunStore:
         """
         coordination = self._coordinator()
         coordination.refresh()  # before the listing: a watermark moved afterwards makes `open_incarnation` refuse
-        catalog = read_catalog(self._backend)
-        coordination.committed = frozenset(g for g, contents in catalog.items() if contents.committed)
-        survey = Survey.take(self._backend, coordination.history, catalog)
+        coordination.catalog = read_catalog(self._backend, coordination.catalog)
+        survey = Survey.take(self._backend, coordination.history, coordination.catalog)
         passed_over = [skipped for skipped in survey.passed_over if not skipped.may_be_restored]
         self.rejected = [(str(skipped.generation), skipped.reason) for skipped in passed_over]
         self.unreadable = [(str(skipped.generation), skipped.reason) for skipped in passed_over if skipped.is_loss]
@@ -273,11 +277,12 @@ class RunStore:
         """
         coordination = self._coordinator()
         history = coordination.history
-        if generation in coordination.committed or history.why_left_behind(generation) is not None:
+        committed = {each for each, contents in coordination.catalog.items() if contents.committed}
+        if generation in committed or history.why_left_behind(generation) is not None:
             return None
         if (unknown := history.why_unknown(generation)) is not None:
             return unknown
-        if seen is None or seen in coordination.committed or history.why_left_behind(seen) is not None:
+        if seen is None or seen in committed or history.why_left_behind(seen) is not None:
             return None
         return f"when it was taken storage had {seen}, which is not there now"
 
@@ -323,7 +328,7 @@ class RunStore:
                 raise ValueError(
                     f"`open_incarnation({resumed})`: {dead}. Resume from what `candidates` and memory offer."
                 )
-        if not coordination.open(resumed, [*read_catalog(self._backend), *volatile]):
+        if not coordination.open(resumed, [*coordination.catalog, *volatile]):
             return None
         log.info(
             "%s: incarnation %d begins from %s; a process of an earlier start that still runs will find that out and stop",
@@ -358,7 +363,7 @@ class RunStore:
         coordination.catch_up()
         while not coordination.advance(None):
             coordination.catch_up()
-        return publish(self._backend, stored, coordination.history)
+        return publish(self._backend, stored, coordination.history, coordination.catalog)
 
     def commit_ended(self, own: RankMarker, *, timeout: timedelta, check: Callable[..., Sequence[str]]) -> Commit:
         """Commit a generation of an ended incarnation, like `commit`; `check` returns faults of all ranks' markers.
@@ -391,7 +396,7 @@ class RunStore:
         advanced = False
         while not advanced:  # again if `moe-ckpt gc` wrote to the log meanwhile
             coordination.catch_up()
-            catalog = read_catalog(self._backend)
+            catalog = coordination.catalog = read_catalog(self._backend, coordination.catalog)
             survey = Survey.take(self._backend, coordination.history, catalog)
             advanced = coordination.advance(survey.give_up(coordination.history, retention))
         doomed = doomed_generations(
@@ -402,6 +407,7 @@ class RunStore:
         if any(each.incarnation < coordination.opened_incarnation() for each in doomed):
             left = {each: contents for each, contents in catalog.items() if each not in doomed}
             sweep_constants(self._backend, left, incarnation=coordination.opened_incarnation())
+        coordination.log.compact()
         return list(doomed)
 
     def close(self) -> None:

@@ -20,12 +20,11 @@ from lightning_moe_ckpt.storage._catalog import (
     read_committed_marker,
 )
 from lightning_moe_ckpt.storage._commit import read_run
-from lightning_moe_ckpt.storage._log import History, Log, read_entry
+from lightning_moe_ckpt.storage._log import KEPT_ENTRIES, History, Log, read_entry
 from lightning_moe_ckpt.storage._markers import Commit, RankMarker
 from lightning_moe_ckpt.storage._names import LOG_PREFIX, GenerationId, log_key, parse_log_key
 from lightning_moe_ckpt.storage._retention import needed_by, spare_for, what_lacks
 
-_MOST_EVENTS = 1000
 _READERS = 16
 """Threads that read log entries, one request each."""
 
@@ -124,7 +123,7 @@ class RunView:
         """
         known = known or {}
         indices = sorted(i for e in self._backend.list(LOG_PREFIX) if (i := parse_log_key(e.key)) is not None)[
-            -_MOST_EVENTS:
+            -KEPT_ENTRIES:
         ]
         wanted = [index for index in indices if index not in known]
         with ThreadPoolExecutor(_READERS, "moe-ckpt-log") as pool:
@@ -142,12 +141,14 @@ class RunView:
     def log_damage(self) -> list[str]:
         """Read every log entry and return the defects of damaged and missing ones."""
         found = ((parse_log_key(entry.key), entry.key) for entry in self._backend.list(LOG_PREFIX))
+        entries = sorted((index, key) for index, key in found if index is not None)
         damage, due = [], 0
-        for index, key in sorted((index, key) for index, key in found if index is not None):
+        for index, key in entries:
+            due = max(due, entries[-1][0] + 1 - KEPT_ENTRIES)  # older ones may have been deleted
             if index > due:
                 which = f"entry {due} is" if index == due + 1 else f"entries {due} to {index - 1} are"
                 damage.append(f"{LOG_PREFIX}: {which} missing, later ones are there.")
-            due = index + 1
+            due = max(due, index + 1)
             try:
                 read_entry(self._backend.get(key), index)
             except CheckpointError as error:

@@ -161,6 +161,17 @@ class BackendContract:
         assert backend.list("snap/3/") == backend.list("nothing/") == []
         assert [entry.nbytes for entry in backend.list("snap/10/")] == [9]
 
+    def test_a_listing_goes_on_behind_a_key(self, backend: Backend) -> None:
+        """The key need not exist, and at most as many objects come as were asked for; folders count in full."""
+        keys = ["_log/0", "snap/1/_C", "snap/1/r.0", "snap/1/r.1", "snap/10/_C", "snap/2/_C"]
+        for key in keys:
+            backend.put(key, b"x")
+        for after in ("", "_log/0", "snap/1/_C", "snap/1/r", "snap/1/z", "snap/10/z", "snap/9"):
+            for prefix in ("", "snap/", "snap/1/r", "snap/10"):
+                wanted = [key for key in keys if key > after and key.startswith(prefix)]
+                for most in (1, 2, None):
+                    assert [entry.key for entry in backend.list(prefix, after, most)] == wanted[:most]
+
     def test_listing_sees_every_change_at_once(self, backend: Backend) -> None:
         """No cache stands between a change and the next listing."""
         for turn in range(5):
@@ -191,6 +202,15 @@ class BackendContract:
         backend.delete("dir/a")
         backend.delete("never/was")
         assert backend.list("") == []
+
+    def test_many_objects_are_deleted_at_once(self, backend: Backend) -> None:
+        """With one call, some of them missing, in several folders; all others stay."""
+        keys = [f"dir{number % 3}/{number}" for number in range(40)]
+        for key in (*keys, "dir0/stays"):
+            backend.put(key, b"x")
+        backend.delete(*keys, "dir0/absent", "absent/dir")
+        backend.delete()
+        assert backend.list("") == [Entry("dir0/stays", 1)]
 
     def test_sweeping_touches_no_object(self, backend: Backend) -> None:
         """`sweep` removes only unfinished writes."""

@@ -56,8 +56,9 @@ class Held:
     def get_into(self, key: str, out: memoryview) -> None:
         raise AssertionError("reads whole segments")
 
-    def list(self, prefix: str) -> list[Entry]:
-        return [Entry(key, len(data)) for key, data in self.objects.items() if key.startswith(prefix)]
+    def list(self, prefix: str, after: str = "", most: int | None = None) -> list[Entry]:
+        keys = sorted(key for key in self.objects if key.startswith(prefix) and key > after)
+        return [Entry(key, len(self.objects[key])) for key in keys[:most]]
 
     def put(self, key: str, *views: bytes | memoryview) -> None:
         raise AssertionError("writes")
@@ -65,7 +66,7 @@ class Held:
     def create(self, key: str, data: bytes) -> None:
         raise AssertionError("writes")
 
-    def delete(self, key: str) -> None:
+    def delete(self, *keys: str) -> None:
         raise AssertionError("deletes")
 
     def unfinished_writes(self, prefix: str) -> Sequence[Entry]:

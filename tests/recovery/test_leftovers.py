@@ -40,7 +40,7 @@ class Slow(PosixBackend):
         self.closed = threading.Event()
 
     @override
-    def list(self, prefix: str) -> list[Entry]:
+    def list(self, prefix: str, after: str = "", most: int | None = None) -> list[Entry]:
         assert self.closed.wait(30)
         raise StorageError("closed")
 
