@@ -9,6 +9,8 @@ import json
 import sys
 from pathlib import Path
 
+from click import Argument, Choice
+
 from lightning_moe_ckpt._cli_options import flag, option
 from lightning_moe_ckpt.cli import BENCHMARKS, Benchmarks, bench, number, run, several, take_large_pages
 
@@ -115,6 +117,13 @@ _BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what other
             number("--differential-dim", 128, "Model dimension of the fits."),
             number("--differential-elements", 4_000_000, "Of the parameter that differences are applied to."),
             number("--differential-repeats", 5, "Of every way to apply them."),
+        ],
+    ),
+    "ranks": (
+        "What commits, starts and restores cost with up to 10,000 ranks: our code over a simulated store.",
+        [
+            Argument(["parts"], nargs=-1, type=Choice(["store"]), metavar="[store]..."),
+            option("--ranks", "Numbers of ranks.", "N,N", default="64,256,1024,4096,10000"),
         ],
     ),
     "scale": (

@@ -37,17 +37,15 @@ from lightning_moe_ckpt.storage._catalog import (
 from lightning_moe_ckpt.storage._entries import GENERATION
 from lightning_moe_ckpt.storage._json import maybe
 from lightning_moe_ckpt.storage._log import History, Lineage, Log, watermark_event
-from lightning_moe_ckpt.storage._markers import Commit, RankMarker, StoredMarker, receipt_of
+from lightning_moe_ckpt.storage._markers import Commit, RankMarker, StoredMarker, has_receipts, receipt_of
 from lightning_moe_ckpt.storage._names import GenerationId, commit_key, new_nonce, receipts_prefix
 
 log = rank_logger(__name__)
 
 _FIRST_PAUSE_SECONDS = 0.005
-_LONGEST_PAUSE_SECONDS = 0.25
-_RANKS_PER_SECOND = 10_000
+LONGEST_PAUSE_SECONDS = 0.25
+RANKS_PER_SECOND = 10_000
 """Receipts that the coordinator lists in a second of waiting, at most: ten requests."""
-RECEIPTS_FROM = 64
-"""Ranks from which on each stores a receipt beside its marker, a request of its own and one less of the coordinator's."""
 _REMEDY = "It is skipped; the next one must store itself what it cannot reference."
 
 
@@ -203,6 +201,7 @@ def await_markers(
     cancelled: Callable[[], bool] = lambda: False,
     check_fence: Callable[[], object] = lambda: None,
     sleep: Callable[[float], None] = time.sleep,
+    by_receipts: bool = True,
 ) -> list[StoredMarker]:
     """Poll the listing until every rank's marker for this generation and plan is there, with all its files.
 
@@ -216,6 +215,7 @@ def await_markers(
         check_fence: called between two listings; raises `Fenced` if a later incarnation has begun, which may have
             deleted the files.
         sleep: pause between two listings, for tests.
+        by_receipts: whether receipts may take the place of markers that agree.
 
     Returns:
         Markers in rank order.
@@ -226,13 +226,13 @@ def await_markers(
     """
     give_up, pause = time.monotonic() + timeout.total_seconds(), _FIRST_PAUSE_SECONDS
     markers: dict[int, StoredMarker] = {}
-    longest = max(_LONGEST_PAUSE_SECONDS, own.world_size / _RANKS_PER_SECOND)
+    longest = max(LONGEST_PAUSE_SECONDS, own.world_size / RANKS_PER_SECOND)
+    by_receipts = by_receipts and has_receipts(own.world_size)
     while True:
         is_over, lacking = time.monotonic() >= give_up or cancelled(), ["not all receipts are there yet"]
         # Files and markers are listed once, when the receipts are complete, or to say what is missing.
-        receipts_are_few = own.world_size < RECEIPTS_FROM or is_over
-        if receipts_are_few or len(backend.list(receipts_prefix(own.generation))) >= own.world_size:
-            lacking = _take(backend, own, Contents(own.generation, backend), markers)
+        if is_over or not by_receipts or len(backend.list(receipts_prefix(own.generation))) >= own.world_size:
+            lacking = _take(backend, own, Contents(own.generation, backend), markers, by_receipts=by_receipts)
         if not lacking:
             return [markers[rank] for rank in range(own.world_size)]
         if is_over:
@@ -245,12 +245,12 @@ def await_markers(
         pause = min(2 * pause, longest)
 
 
-def _take(backend: Backend, own: RankMarker, contents: Contents, markers: dict[int, StoredMarker]) -> list[str]:
+def _take(
+    backend: Backend, own: RankMarker, contents: Contents, markers: dict[int, StoredMarker], *, by_receipts: bool
+) -> list[str]:
     """Add markers that are there to `markers`, by rank; return the reasons why others cannot be added yet."""
-    alike, lacking = dict[str, RankMarker](), list[str]()
-    for rank in range(own.world_size):
-        if rank in markers:
-            continue
+    lacking, alike = list[str](), dict[str, RankMarker]() if by_receipts else None
+    for rank in (each for each in range(own.world_size) if each not in markers):
         reason: str | None = "no marker yet"
         if rank in contents.ranks:
             try:
@@ -258,8 +258,7 @@ def _take(backend: Backend, own: RankMarker, contents: Contents, markers: dict[i
             except (Corrupt, KeyMissing) as error:
                 reason = str(error).rstrip(".")
             else:
-                marker = stored.marker
-                reason = missing_files(stored, contents)
+                marker, reason = stored.marker, missing_files(stored, contents)
                 if (marker.run_id, marker.plan_hash) != (own.run_id, own.plan_hash):
                     reason = f"marker is for plan {marker.plan_hash} of run {marker.run_id}"
                 elif reason is None:
@@ -268,13 +267,15 @@ def _take(backend: Backend, own: RankMarker, contents: Contents, markers: dict[i
     return lacking
 
 
-def _read_or_receive(backend: Backend, contents: Contents, rank: int, alike: dict[str, RankMarker]) -> StoredMarker:
+def _read_or_receive(
+    backend: Backend, contents: Contents, rank: int, alike: dict[str, RankMarker] | None
+) -> StoredMarker:
     """Return a rank's marker, or its receipt with a marker in `alike` that agrees; those that are read are added there."""
-    receipt = contents.receipts.get(rank)
-    if receipt is not None and receipt.agreement in alike:
+    receipt = None if alike is None else contents.receipts.get(rank)
+    if alike is not None and receipt is not None and receipt.agreement in alike:
         return StoredMarker(alike[receipt.agreement], receipt.digest, receipt)
     stored = read_marker(backend, contents.generation, rank)
-    if receipt == receipt_of(stored.marker, stored.digest):
+    if alike is not None and receipt == receipt_of(stored.marker, stored.digest):
         alike[receipt.agreement] = stored.marker
     return stored
 
@@ -347,7 +348,9 @@ def expect_needs(
             ) from error
         # The files that a rank refers to are in its marker; which these are does not matter if none is missing.
         if received and (missing := missing_parts(manifest, older[need])) is not None:
-            raise Corrupt(f"{commit.generation}: refers to {need}, of which {missing}. {_REMEDY}")
+            raise Corrupt(
+                f"{commit.generation}: refers to {need}, of which a file is gone or of another size: {missing}. {_REMEDY}"
+            )
     for marker in (each.marker for each in stored if each.receipt is None):
         for entry in marker.referenced:
             if older[entry.generation].sizes.get(entry.segment.key) != entry.segment.nbytes:

@@ -12,8 +12,8 @@ draws a name and puts it into its `open` entry and all its markers. A name that 
 newest entry's nonce tells a process that the log is still the one it writes.
 
 Compaction deletes all but the newest `KEPT_ENTRIES`, which is harmless at any time, in any order and by anybody: those
-repeat the history. An index becomes free by it, so a writer that slept looks, after it created an entry, whether later
-ones are there. There are some unless the entry is the newest: the newest entry is never deleted.
+repeat the history. An index becomes free by it. So a writer looks, after it created an entry, for one that is so much
+later that its own index may have been taken before, while it slept. Then its entry says nothing.
 """
 
 from __future__ import annotations
@@ -268,14 +268,14 @@ class Log:
         """Create the next entry from an event, see FORMAT.md, and the state after it.
 
         Returns:
-            False if another process took the index first, or wrote later entries; the log then has to be read again.
+            False if another process took the index first; nothing that counts was written then.
         """
         nonce = uuid.uuid4().hex
         entry = _Entry(self._newest + 1, nonce, event, history)
         if not create_once(self._backend, log_key(entry.index), encode("log", _ENTRY.body(entry))):
             return False
         self._newest, self._nonce = entry.index, nonce
-        return not self._backend.list(LOG_PREFIX, log_key(entry.index), 1)
+        return not self._backend.list(LOG_PREFIX, log_key(entry.index + KEPT_ENTRIES - 1), 1)
 
     def compact(self) -> None:
         """Delete entries that only tell people of old events, once there are a thousand of them. Call it after `append`."""

@@ -61,6 +61,8 @@ _PLANS = 8
 """Plan texts remembered as valid; all ranks, and most generations, share one plan."""
 
 _FULL = "full"
+_RECEIPTS_FROM = 64
+"""Ranks from which on each stores a receipt beside its marker: a request of its own, and one less of the coordinator's."""
 
 BadCopies = Mapping[str, Collection[GenerationId]]
 """Generations with a damaged copy of an operator, by operator; includes the newest copy; equal on all ranks."""
@@ -303,6 +305,11 @@ def _common(marker: RankMarker) -> tuple[object, ...]:
     return (
         marker.run_id, marker.world_size, marker.generation, marker.plan_hash, marker.steps, marker.policy,
     )  # fmt: skip
+
+
+def has_receipts(world_size: int) -> bool:
+    """Return whether so many ranks store receipts of their markers."""
+    return world_size >= _RECEIPTS_FROM
 
 
 def receipt_of(marker: RankMarker, digest: str) -> Receipt:

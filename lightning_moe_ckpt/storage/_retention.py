@@ -366,7 +366,7 @@ def _read_restorable(backend: Backend, history: History, contents: Contents) -> 
     if (reason := history.why_unknown(generation)) is not None:
         return PassedOver(generation, reason, is_loss=contents.committed)
     if not contents.committed:
-        return PassedOver(generation, f"not committed; {len(contents.ranks)} ranks had finished", is_loss=False)
+        return PassedOver(generation, "not committed", is_loss=False)
     try:
         return read_commit(backend, generation, history.run_id)
     except (Corrupt, StorageError) as error:

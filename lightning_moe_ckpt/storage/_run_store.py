@@ -36,7 +36,6 @@ from lightning_moe_ckpt.storage._catalog import (
     sweep_constants,
 )
 from lightning_moe_ckpt.storage._commit import (
-    RECEIPTS_FROM,
     Coordination,
     await_markers,
     begin_run,
@@ -49,7 +48,7 @@ from lightning_moe_ckpt.storage._commit import (
 from lightning_moe_ckpt.storage._entries import SegmentEntry
 from lightning_moe_ckpt.storage._json import digest_of
 from lightning_moe_ckpt.storage._log import Lineage, Log
-from lightning_moe_ckpt.storage._markers import Commit, RankMarker, receipt_of
+from lightning_moe_ckpt.storage._markers import Commit, RankMarker, has_receipts, receipt_of
 from lightning_moe_ckpt.storage._names import (
     CONST_PREFIX,
     LOG_PREFIX,
@@ -203,7 +202,7 @@ class RunStore:
         """State that all segments of `marker` are durable. Call it last. One of many ranks adds a receipt for the coordinator."""
         parts = marker.parts()
         self._backend.put(marker_key(marker.generation, marker.rank), *parts)
-        if marker.world_size >= RECEIPTS_FROM:
+        if has_receipts(marker.world_size):
             self._backend.put(receipt_of(marker, digest_of(*parts)).key(marker.generation), b"")
 
     def read_marker(self, commit: Commit, rank: int) -> RankMarker:
@@ -371,7 +370,8 @@ class RunStore:
         A log entry comes first: a start that has looked at storage before has to look again.
         """
         coordination = self._coordinator()
-        stored = await_markers(self._backend, own, timeout=timeout, check_fence=coordination.catch_up)
+        fence = coordination.catch_up
+        stored = await_markers(self._backend, own, timeout=timeout, check_fence=fence, by_receipts=False)
         if reasons := check([each.marker for each in stored]):
             raise Corrupt(f"{'; '.join(reasons)}.")
         event = {"type": "flush", "incarnation": coordination.incarnation, "step": own.generation.step}
