@@ -6,16 +6,18 @@ import dataclasses
 import json
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 from door import Cut, History, Log, log_key
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from stored._crashes import Crashed, CrashingBackend, When
 from stored._lives import LIFE, named
 
 from lightning_moe_ckpt.errors import Corrupt, Fenced
-from lightning_moe_ckpt.storage import Backend, FsspecBackend, GenerationId
+from lightning_moe_ckpt.storage import Backend, FsspecBackend, GenerationId, RunView, _log, _view
 from lightning_moe_ckpt.storage._json import encode
 from lightning_moe_ckpt.storage._log import HISTORY
 from lightning_moe_ckpt.storage._retention import advanced_history
@@ -148,8 +150,118 @@ def test_an_unreadable_foreign_entry_fences_too(backend: Backend) -> None:
             log.news(history)
 
 
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Entries that a log keeps."""
+    for module in (_log, _view):
+        monkeypatch.setattr(module, "KEPT_ENTRIES", 3)
+    return 3
+
+
+def _filled(backend: Backend, number: int) -> tuple[Log, list[History]]:
+    """A writer behind so many watermarks, and the history after each entry."""
+    log = Log(backend)
+    log.read()
+    histories = [History(run_id="r", first_incarnation=1, last_incarnation=1, cuts=(Cut(1, None, LIFE),))]
+    for step in range(number):
+        assert log.append(EVENT, histories[-1])
+        log.compact()
+        histories.append(histories[-1].advanced(step))
+    return log, histories[:-1]
+
+
+def test_a_log_stays_short(backend: Backend, short: int) -> None:
+    """The newest entries stay, and are the state; what is gone is no damage."""
+    for number in (1, 5, 6, 11, 40):
+        for entry in backend.list("_log/"):
+            backend.delete(entry.key)
+        _, histories = _filled(backend, number)
+        left = [entry.key for entry in backend.list("_log/")]
+        assert left == [log_key(index) for index in range(number - len(left), number)]
+        assert min(number, short) <= len(left) < 2 * short
+        assert Log(backend).read() == histories[-1]
+        assert RunView(backend, histories[-1]).log_damage() == []
+
+
+def test_a_hole_among_what_stays_is_damage(backend: Backend, short: int) -> None:
+    """Among the newest, which no compaction deletes."""
+    _, histories = _filled(backend, 10)
+    backend.delete(log_key(8))
+    assert [said for said in RunView(backend, histories[-1]).log_damage() if "entry 8 is missing" in said]
+
+
+def test_the_newest_readable_entry_is_never_deleted(backend: Backend, short: int) -> None:
+    """If the newest is spoilt, all that is older may be needed."""
+    log, _ = _filled(backend, 5)
+    log.append(EVENT, History(run_id="r", first_incarnation=1, last_incarnation=1))
+    _spoil(backend, log_key(5))
+    log.compact()
+    assert len(backend.list("_log/")) == 6
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_compaction_that_dies_anywhere_loses_nothing(backend: Backend, short: int, when: When) -> None:
+    """Some entries are gone then, the oldest first or in any order; the next writer goes on, and deletes the rest."""
+    finished, crash_at = False, 0
+    while not finished:
+        for entry in backend.list("_log/"):
+            backend.delete(entry.key)
+        log, histories = _filled(backend, 5)
+        assert log.append(EVENT, histories[-1])
+        log._backend = dying = CrashingBackend(backend, crash_at=crash_at, when=when)
+        with suppress(Crashed):
+            log.compact()
+            finished = True
+        again = Log(backend)
+        assert again.read() == histories[-1]
+        assert again.num_lost == 0
+        assert RunView(backend, histories[-1]).log_damage() == []
+        for _ in range(short):
+            assert again.append(EVENT, histories[-1])
+            again.compact()
+        assert len(backend.list("_log/")) < 2 * short
+        crash_at += 1
+    assert len(dying.calls) == 1 + short, "reads the newest entry, and deletes"
+
+
+@given(st.sets(st.integers(0, 6)))
+def test_any_rest_of_a_deletion_is_read(gone: set[int]) -> None:
+    """A store deletes the keys of a request in any order."""
+    backend = FsspecBackend(f"memory://{uuid.uuid4().hex}")
+    histories = _written_log(backend)
+    log = Log(backend)
+    log.read()
+    for _ in range(3):
+        assert log.append(EVENT, histories[-1])
+    backend.delete(*map(log_key, gone))
+    assert Log(backend).read() == histories[-1]
+
+
+def test_a_writer_that_slept_through_a_compaction_is_fenced(backend: Backend, short: int) -> None:
+    """The index behind its newest entry is free again: it can create an entry there, which does not count."""
+    log, histories = _filled(backend, 1)
+    sleeper = Log(backend)
+    assert sleeper.read() == histories[-1]
+    later = histories[-1].opened(2, None, LIFE)
+    for _ in range(10):
+        assert log.append(EVENT, later)
+        log.compact()
+    assert not backend.list(log_key(1))
+    assert not sleeper.append(EVENT, histories[-1].advanced(99))
+    with pytest.raises(Fenced):
+        sleeper.news(histories[-1])
+    assert Log(backend).read() == later
+    for _ in range(2 * short):  # the stray entry goes with the next compaction
+        assert log.append(EVENT, later)
+        log.compact()
+    fresh = Log(backend)
+    fresh.read()
+    fresh.compact()
+    assert not backend.list(log_key(1))
+
+
 def test_the_fence_is_seen_across_a_block_of_keys(backend: Backend) -> None:
-    """The tail is looked for among a thousand names; the next one may be in the next thousand."""
+    """A listing has a thousand names at once."""
     log, history = Log(backend), History(run_id="r", first_incarnation=1, last_incarnation=0)
     backend.put(log_key(998), b"spoilt")
     for index in range(999, 1003):

@@ -8,6 +8,7 @@ from typing import Literal, TypeVar
 from lightning_moe_ckpt.storage import Backend, StorageCall, WrappedBackend
 
 T = TypeVar("T")
+When = Literal["before", "after"]
 
 
 class Crashed(BaseException):
@@ -17,9 +18,7 @@ class Crashed(BaseException):
 class CrashingBackend(WrappedBackend):
     """Pass calls on until the chosen one, and raise `Crashed` before or after it, and at every later call."""
 
-    def __init__(
-        self, backend: Backend, *, crash_at: int | None = None, when: Literal["before", "after"] = "before"
-    ) -> None:
+    def __init__(self, backend: Backend, *, crash_at: int | None = None, when: When = "before") -> None:
         """Wrap `backend`.
 
         Args:
