@@ -42,84 +42,73 @@ CONSTANTS = "constants"
 
 
 class Contents:
-    """Stored objects of a generation: what a first page of a listing showed, and the rest once it is asked for.
+    """Stored objects of a generation.
 
     Args:
         generation: name of the generation.
-        backend: lists all objects; `None` if `first` has all.
-        first: bytes by key, at least of the manifest if there is one.
+        backend: lists all objects once they are asked for; `None` if `first` will have them.
     """
 
-    def __init__(
-        self, generation: GenerationId, backend: Backend | None = None, first: Mapping[str, int] | None = None
-    ) -> None:
-        self.generation, self.backend, self.first = generation, backend, dict(first or {})
+    def __init__(self, generation: GenerationId, backend: Backend | None = None) -> None:
+        self.generation, self.backend = generation, backend
+        self.first: dict[str, int] = {}
+        """Bytes by key in the first page of a listing."""
 
     @property
     def committed(self) -> bool:
-        """Whether there is a `_COMMITTED` object, readable or not."""
+        """Whether a listing of generations had a `_COMMITTED` object, readable or not."""
         return commit_key(self.generation) in self.first
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
         """Bytes by key."""
         if self.backend is not None:
-            self.first = {entry.key: entry.nbytes for entry in self.backend.list(self.generation.prefix)}
+            return {entry.key: entry.nbytes for entry in self.backend.list(self.generation.prefix)}
         return self.first
 
     @cached_property
     def ranks(self) -> set[int]:
         """Ranks with a stored marker."""
-        return {rank for name in self._names if (rank := parse_marker_name(name)) is not None}
-
-    @cached_property
-    def files(self) -> Mapping[tuple[int, int], int]:
-        """Bytes of segments by rank and step."""
-        places = zip(map(parse_data_name, self._names), self.sizes.values(), strict=True)
-        return {place: nbytes for place, nbytes in places if place is not None}
+        return {rank for name in self.names if (rank := parse_marker_name(name)) is not None}
 
     @cached_property
     def receipts(self) -> Mapping[int, Receipt]:
         """Receipts by rank; several of a rank say nothing."""
-        found = [each for name in self._names if (each := parse_receipt_name(name)) is not None]
+        found = [each for name in self.names if (each := parse_receipt_name(name)) is not None]
         alone = {each.rank: each for each in found}
         return alone if len(alone) == len(found) else {}
 
     @property
-    def _names(self) -> list[str]:
-        start = len(self.generation.prefix)
-        return [key[start:] for key in self.sizes]
+    def names(self) -> list[str]:
+        """Last parts of the keys."""
+        return [key[len(self.generation.prefix) :] for key in self.sizes]
 
 
 Catalog = Mapping[GenerationId, Contents]
+
 
 _PAGE = 1000
 """Objects of a request; a run of few ranks has no more."""
 
 
 def read_catalog(backend: Backend, known: Catalog = MappingProxyType({})) -> Catalog:
-    """List the generations, and whether they are committed; objects with foreign names are ignored.
+    """List the generations, and whether they are committed, in a request for each at most; foreign names are ignored.
 
-    Takes a request per generation at most: the listing goes on behind a generation of which a page had the beginning.
-    `known` has earlier listings: of a committed generation, all of whose objects are older, the objects are not listed again.
+    Of a large committed generation the objects are in `known`, an earlier listing, or are listed once they are asked for.
     """
     catalog: dict[GenerationId, Contents] = {}
-    after, page = "", [*backend.list(SNAP_PREFIX, most=_PAGE)]
-    while page:
+    after, is_end = "", False
+    while not is_end:
+        page = backend.list(SNAP_PREFIX, after, _PAGE)
+        is_end = len(page) < _PAGE
         for entry in page:
             if (place := parse_snap_key(entry.key)) is not None:
                 catalog.setdefault(place[0], Contents(place[0])).first[entry.key] = entry.nbytes
-        if len(page) < _PAGE:
-            break
-        after = page[-1].key
-        if place is not None:
-            catalog[place[0]].backend = backend
-            after = max(after, f"{place[0].prefix}z")  # behind every name of a generation's objects
-        page = backend.list(SNAP_PREFIX, after, _PAGE)
-    for generation, contents in catalog.items():
-        if contents.backend is not None and contents.committed and generation in known:
-            catalog[generation] = known[generation]
-    return catalog
+            after = entry.key
+        if not is_end and place is not None:  # go on behind the generation, of which the page has the first objects
+            catalog[place[0]].backend, after = backend, max(after, f"{place[0].prefix}z")
+    large = (each for each in catalog.values() if each.backend is not None and each.committed)
+    return catalog | {each.generation: known.get(each.generation, each) for each in large}
 
 
 def read_commit(backend: Backend, generation: GenerationId, run_id: str | None = None) -> Commit:
@@ -191,7 +180,8 @@ def missing_parts(commit: Commit, contents: Contents) -> str | None:
     if absent:
         return f"markers of ranks {absent[:8]} are missing"
     # An abandoned window may have left segments of other steps beside a generation of its last step.
-    nbytes = sum(size for (_, step), size in contents.files.items() if step in commit.steps)
+    steps = zip(map(parse_data_name, contents.names), contents.sizes.values(), strict=True)
+    nbytes = sum(size for step, size in steps if step in commit.steps)
     if nbytes != commit.nbytes:
         return f"{nbytes} of {commit.nbytes} bytes of segments are there"
     return None

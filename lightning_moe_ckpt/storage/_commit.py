@@ -34,11 +34,11 @@ from lightning_moe_ckpt.storage._catalog import (
     read_commit,
     read_marker,
 )
-from lightning_moe_ckpt.storage._entries import GENERATION
-from lightning_moe_ckpt.storage._json import maybe
+from lightning_moe_ckpt.storage._entries import GENERATION, SegmentEntry
+from lightning_moe_ckpt.storage._json import digest_of, maybe
 from lightning_moe_ckpt.storage._log import History, Lineage, Log, watermark_event
-from lightning_moe_ckpt.storage._markers import Commit, RankMarker, StoredMarker, has_receipts, receipt_of
-from lightning_moe_ckpt.storage._names import GenerationId, commit_key, new_nonce, receipts_prefix
+from lightning_moe_ckpt.storage._markers import Commit, RankMarker, StoredMarker
+from lightning_moe_ckpt.storage._names import RECEIPTS, GenerationId, Receipt, commit_key, new_nonce, segment_key
 
 log = rank_logger(__name__)
 
@@ -46,6 +46,8 @@ _FIRST_PAUSE_SECONDS = 0.005
 LONGEST_PAUSE_SECONDS = 0.25
 RANKS_PER_SECOND = 10_000
 """Receipts that the coordinator lists in a second of waiting, at most: ten requests."""
+RECEIPTS_FROM = 64
+"""Ranks from which on each stores a receipt beside its marker: a request of its own, and one less of the coordinator's."""
 _REMEDY = "It is skipped; the next one must store itself what it cannot reference."
 
 
@@ -225,68 +227,78 @@ def await_markers(
         Fenced: raised by `check_fence`.
     """
     give_up, pause = time.monotonic() + timeout.total_seconds(), _FIRST_PAUSE_SECONDS
-    markers: dict[int, StoredMarker] = {}
     longest = max(LONGEST_PAUSE_SECONDS, own.world_size / RANKS_PER_SECOND)
     by_receipts = by_receipts and has_receipts(own.world_size)
+    markers: dict[int, StoredMarker | str] = dict.fromkeys(range(own.world_size), "not all receipts are there yet")
     while True:
-        is_over, lacking = time.monotonic() >= give_up or cancelled(), ["not all receipts are there yet"]
+        is_over = time.monotonic() >= give_up or cancelled()
         # Files and markers are listed once, when the receipts are complete, or to say what is missing.
-        if is_over or not by_receipts or len(backend.list(receipts_prefix(own.generation))) >= own.world_size:
-            lacking = _take(backend, own, Contents(own.generation, backend), markers, by_receipts=by_receipts)
-        if not lacking:
-            return [markers[rank] for rank in range(own.world_size)]
+        if is_over or not by_receipts or len(backend.list(own.generation.prefix + RECEIPTS)) >= own.world_size:
+            contents = Contents(own.generation, backend)
+            read = _reader(backend, contents, by_receipts=by_receipts)
+            for rank in (rank for rank, taken in markers.items() if isinstance(taken, str)):
+                markers[rank] = _take(own, contents, read, rank)
+        stored = [taken for taken in markers.values() if isinstance(taken, StoredMarker)]
+        if len(stored) == own.world_size:
+            return stored
         if is_over:
+            reasons = [f"rank {rank}: {why.rstrip('.')}" for rank, why in markers.items() if isinstance(why, str)]
             raise StorageError(
-                f"commit {own.generation}: at the end of the wait (limit: {timeout.total_seconds():.0f} s), {len(lacking)} of {own.world_size} "
-                f"ranks lack something: {'; '.join(lacking[:8])}. The previous generation stays the newest."
+                f"commit {own.generation}: at the end of the wait (limit: {timeout.total_seconds():.0f} s), {len(reasons)} of {own.world_size} "
+                f"ranks lack something: {'; '.join(reasons[:8])}. The previous generation stays the newest."
             )
         check_fence()
         sleep(pause)
         pause = min(2 * pause, longest)
 
 
-def _take(
-    backend: Backend, own: RankMarker, contents: Contents, markers: dict[int, StoredMarker], *, by_receipts: bool
-) -> list[str]:
-    """Add markers that are there to `markers`, by rank; return the reasons why others cannot be added yet."""
-    lacking, alike = list[str](), dict[str, RankMarker]() if by_receipts else None
-    for rank in (each for each in range(own.world_size) if each not in markers):
-        reason: str | None = "no marker yet"
-        if rank in contents.ranks:
-            try:
-                stored = _read_or_receive(backend, contents, rank, alike)
-            except (Corrupt, KeyMissing) as error:
-                reason = str(error).rstrip(".")
-            else:
-                marker, reason = stored.marker, missing_files(stored, contents)
-                if (marker.run_id, marker.plan_hash) != (own.run_id, own.plan_hash):
-                    reason = f"marker is for plan {marker.plan_hash} of run {marker.run_id}"
-                elif reason is None:
-                    markers[rank] = stored
-        lacking += [f"rank {rank}: {reason}"] * (reason is not None)
-    return lacking
-
-
-def _read_or_receive(
-    backend: Backend, contents: Contents, rank: int, alike: dict[str, RankMarker] | None
-) -> StoredMarker:
-    """Return a rank's marker, or its receipt with a marker in `alike` that agrees; those that are read are added there."""
-    receipt = None if alike is None else contents.receipts.get(rank)
-    if alike is not None and receipt is not None and receipt.agreement in alike:
-        return StoredMarker(alike[receipt.agreement], receipt.digest, receipt)
-    stored = read_marker(backend, contents.generation, rank)
-    if alike is not None and receipt == receipt_of(stored.marker, stored.digest):
-        alike[receipt.agreement] = stored.marker
+def _take(own: RankMarker, contents: Contents, read: Callable[[int], StoredMarker], rank: int) -> StoredMarker | str:
+    """Return the marker of `rank`, or the reason why it cannot be committed yet."""
+    if rank not in contents.ranks:
+        return "no marker yet"
+    try:
+        stored = read(rank)
+    except (Corrupt, KeyMissing) as error:
+        return str(error)
+    marker = stored.marker
+    if (marker.run_id, marker.plan_hash) != (own.run_id, own.plan_hash):
+        return f"marker is for plan {marker.plan_hash} of run {marker.run_id}"
+    if missing := missing_objects(marker, contents):
+        return f"{len(missing)} objects are missing or of another size, first {missing[0]}"
     return stored
 
 
-def missing_files(stored: StoredMarker, contents: Contents) -> str | None:
-    """Return which of a rank's files the listing lacks, or shows with another size; `None` if all are there."""
-    if (receipt := stored.receipt) is not None:
-        nbytes = sum(contents.files.get((receipt.rank, step), 0) for step in stored.marker.steps)
-        return None if nbytes == receipt.nbytes else f"{nbytes} of {receipt.nbytes} bytes of its segments are there"
-    missing = missing_objects(stored.marker, contents)
-    return f"{len(missing)} objects are missing or of another size, first {missing[0]}" if missing else None
+def _reader(backend: Backend, contents: Contents, *, by_receipts: bool = True) -> Callable[[int], StoredMarker]:
+    """Return a reader of ranks' markers; with a receipt that agrees with a marker read before, it returns that of the rank's files."""
+    receipts, alike = contents.receipts if by_receipts else {}, dict[str, RankMarker]()
+
+    def read(rank: int) -> StoredMarker:
+        receipt = receipts.get(rank)
+        if receipt is None or receipt.agreement not in alike:
+            stored = read_marker(backend, contents.generation, rank)
+            if receipt is not None and receipt == receipt_of(stored.marker, stored.digest):
+                alike[receipt.agreement] = stored.marker
+            return stored
+        marker = alike[receipt.agreement]
+        keys = {segment_key(contents.generation, rank, step): step for step in marker.steps}
+        files = [SegmentEntry(step=keys[key], key=key, nbytes=contents.sizes.get(key, 0), digest="") for key in keys]
+        if (nbytes := sum(file.nbytes for file in files)) != receipt.nbytes:
+            raise Corrupt(f"{nbytes} of {receipt.nbytes} bytes of its segments are there.")
+        return StoredMarker(replace(marker, rank=rank, segments=tuple(files)), receipt.digest)
+
+    return read
+
+
+def receipt_of(marker: RankMarker, digest: str) -> Receipt:
+    """Return the receipt of a stored marker with this digest. Markers of one agreement differ in what a manifest lacks."""
+    alike = Commit.of([StoredMarker(replace(marker, rank=0, world_size=1, unix_time=0, lineage=None), "")])
+    agreement = replace(alike, world_size=marker.world_size, markers=(), nbytes=0)
+    return Receipt(marker.rank, digest, digest_of(agreement.to_bytes()), alike.nbytes)
+
+
+def has_receipts(world_size: int) -> bool:
+    """Return whether so many ranks store receipts of their markers."""
+    return world_size >= RECEIPTS_FROM
 
 
 def complete_markers(backend: Backend, run_id: str, contents: Contents) -> list[StoredMarker]:
@@ -296,13 +308,12 @@ def complete_markers(backend: Backend, run_id: str, contents: Contents) -> list[
         Corrupt: a marker is damaged, belongs to another run, or names an object that is missing.
         KeyMissing: a marker was deleted meanwhile.
     """
-    alike = dict[str, RankMarker]()
-    stored = [_read_or_receive(backend, contents, rank, alike) for rank in sorted(contents.ranks)]
-    for each in stored:
-        if each.marker.run_id != run_id:
-            raise Corrupt(f"rank {each.rank} wrote it for run {each.marker.run_id}.")
-        if (missing := missing_files(each, contents)) is not None:
-            raise Corrupt(f"rank {each.rank}: {missing}.")
+    stored = [*map(_reader(backend, contents), sorted(contents.ranks))]
+    for marker in (each.marker for each in stored):
+        if marker.run_id != run_id:
+            raise Corrupt(f"rank {marker.rank} wrote it for run {marker.run_id}.")
+        if missing := missing_objects(marker, contents):
+            raise Corrupt(f"rank {marker.rank}: {missing[0]} is missing or of another size.")
     return stored
 
 
@@ -311,49 +322,38 @@ def publish(
 ) -> Commit:
     """Create the manifest for the markers of all ranks, unless the same manifest is there already.
 
-    The history decides whether referenced files may be used; `known` has listings of generations of many objects.
+    The history decides whether referenced files may be used; `known` is an earlier listing.
 
     Raises:
         Corrupt: a rank is missing, ranks disagree, or a referenced file is not committed or was given up.
         KeyExists: another manifest has the name.
     """
     commit = Commit.of(stored)
-    expect_needs(backend, history, commit, stored, known)
+    expect_needs(backend, history, commit, known)
     key = commit_key(commit.generation)
     if not create_once(backend, key, commit.to_bytes()):
         raise KeyExists(f"{key}: another manifest has this name. The generation is not ours to commit.")
     return commit
 
 
-def expect_needs(
-    backend: Backend, history: History, commit: Commit, stored: Sequence[StoredMarker], known: Catalog
-) -> None:
-    """Check, before a manifest becomes visible, that the referenced files of all ranks' markers are committed and not given up.
+def expect_needs(backend: Backend, history: History, commit: Commit, known: Catalog) -> None:
+    """Check, before a manifest becomes visible, that the generations that it needs are committed, whole and not given up.
 
     Raises:
-        Corrupt: a referenced file was given up, was never committed, is gone, or has another size.
+        Corrupt: one was given up, was never committed, or a file of it is gone or has another size.
         StorageError: the medium failed.
     """
-    received = any(each.receipt is not None for each in stored)
-    large = {each for each, contents in known.items() if contents.backend is not None}
-    older = {need: known[need] if need in large else Contents(need, backend) for need in commit.needs}
+    catalog = read_catalog(backend, known) if commit.needs else {}
     for need in commit.needs:
         if (dead := history.why_dead(need)) is not None:
             raise Corrupt(f"{commit.generation}: refers to {need}, which must not be used: {dead}. {_REMEDY}")
         try:
-            manifest = read_commit(backend, need, history.run_id)
+            lost = missing_parts(read_commit(backend, need, history.run_id), catalog.get(need, Contents(need)))
         except (Corrupt, KeyMissing) as error:
             raise Corrupt(
                 f"{commit.generation}: refers to {need}, which is not committed: {error} {_REMEDY}"
             ) from error
-        # The files that a rank refers to are in its marker; which these are does not matter if none is missing.
-        if received and (missing := missing_parts(manifest, older[need])) is not None:
+        if lost is not None:
             raise Corrupt(
-                f"{commit.generation}: refers to {need}, of which a file is gone or of another size: {missing}. {_REMEDY}"
+                f"{commit.generation}: refers to {need}, parts of which are gone or of another size: {lost}. {_REMEDY}"
             )
-    for marker in (each.marker for each in stored if each.receipt is None):
-        for entry in marker.referenced:
-            if older[entry.generation].sizes.get(entry.segment.key) != entry.segment.nbytes:
-                raise Corrupt(
-                    f"{commit.generation}: refers to {entry.segment.key}, which is gone or of another size. {_REMEDY}"
-                )

@@ -40,29 +40,18 @@ from lightning_moe_ckpt.storage._json import (
     TEXT,
     Form,
     decode,
-    digest_of,
     encode,
     keys,
     many,
     maybe,
 )
 from lightning_moe_ckpt.storage._log import LINEAGE, Lineage
-from lightning_moe_ckpt.storage._names import (
-    DURABLE,
-    MAX_MARKER_NBYTES,
-    NODE,
-    GenerationId,
-    Receipt,
-    marker_key,
-    segment_key,
-)
+from lightning_moe_ckpt.storage._names import DURABLE, MAX_MARKER_NBYTES, NODE, GenerationId, marker_key, segment_key
 
 _PLANS = 8
 """Plan texts remembered as valid; all ranks, and most generations, share one plan."""
 
 _FULL = "full"
-_RECEIPTS_FROM = 64
-"""Ranks from which on each stores a receipt beside its marker: a request of its own, and one less of the coordinator's."""
 
 BadCopies = Mapping[str, Collection[GenerationId]]
 """Generations with a damaged copy of an operator, by operator; includes the newest copy; equal on all ranks."""
@@ -215,20 +204,10 @@ class RankMarker:
 
 @dataclass(frozen=True, slots=True)
 class StoredMarker:
-    """Marker with its file's digest; of a receipt, another rank's marker that agrees with it."""
+    """Marker with its file's digest."""
 
     marker: RankMarker
     digest: str
-    receipt: Receipt | None = None
-
-    @property
-    def rank(self) -> int:
-        return self.marker.rank if self.receipt is None else self.receipt.rank
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the rank's own segments."""
-        return sum(each.nbytes for each in self.marker.segments) if self.receipt is None else self.receipt.nbytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -263,10 +242,9 @@ class Commit:
             Corrupt: a rank is missing, or ranks disagree on what they wrote.
         """
         markers = [each.marker for each in stored]
-        distinct = list({id(marker): marker for marker in markers}.values())
         first = markers[0]
         for rank, marker in enumerate(markers):
-            if stored[rank].rank != rank or (marker is not first and _common(marker) != _common(first)):
+            if marker.rank != rank or _common(marker) != _common(first):
                 raise Corrupt(f"{first.generation}: rank {rank} does not agree with rank 0. The generation is skipped.")
         if len(markers) != first.world_size:
             raise Corrupt(f"{first.generation}: {len(markers)} of {first.world_size} markers.")
@@ -277,11 +255,11 @@ class Commit:
             world_size=first.world_size,
             steps=first.steps,
             markers=tuple(each.digest for each in stored),
-            nbytes=sum(each.nbytes for each in stored),
+            nbytes=sum(segment.nbytes for marker in markers for segment in marker.segments),
             policy=first.policy,
             unix_time=first.unix_time,
-            needs=tuple(sorted({need for marker in distinct for need in marker.needs})),
-            spares=tuple(sorted({spare.generation for marker in distinct for spare in marker.spares})),
+            needs=tuple(sorted({need for marker in markers for need in marker.needs})),
+            spares=tuple(sorted({spare.generation for marker in markers for spare in marker.spares})),
             lineage=first.lineage,
         )
 
@@ -305,21 +283,6 @@ def _common(marker: RankMarker) -> tuple[object, ...]:
     return (
         marker.run_id, marker.world_size, marker.generation, marker.plan_hash, marker.steps, marker.policy,
     )  # fmt: skip
-
-
-def has_receipts(world_size: int) -> bool:
-    """Return whether so many ranks store receipts of their markers."""
-    return world_size >= _RECEIPTS_FROM
-
-
-def receipt_of(marker: RankMarker, digest: str) -> Receipt:
-    """Return the receipt of a stored marker with this digest: the manifest of markers with one `agreement` needs one of them."""
-    spares = tuple(sorted({spare.generation for spare in marker.spares}))
-    alike = Commit(
-        run_id=marker.run_id, generation=marker.generation, plan_hash=marker.plan_hash, world_size=marker.world_size,
-        steps=marker.steps, markers=(), nbytes=0, policy=marker.policy, needs=marker.needs, spares=spares,
-    )  # fmt: skip
-    return Receipt(marker.rank, digest, digest_of(alike.to_bytes()), sum(each.nbytes for each in marker.segments))
 
 
 def _read_policy(value: object, where: str) -> dict[str, object]:

@@ -13,8 +13,7 @@ const/i<incarnation:06d>-<nonce>/<digest>.done                                  
 Invariant: only one incarnation uses a name, so no reader sees an object change. `incarnation` counts the starts in the
 log. If a log was copied or put back to an older state, two incarnations get the same number; `nonce` is random.
 
-The manifest sorts before all other names of its generation, and receipts before files: the first page of a listing has
-the manifest, and a few pages have the receipts of all ranks.
+The manifest sorts before all other names of its generation, then receipts, then files: pages of a listing begin with these.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ SNAP_PREFIX = "snap/"
 CONST_PREFIX = "const/"
 PROBE_PREFIX = "_probe/"
 COMMITTED = "_COMMITTED"
+RECEIPTS = "done.rank"
 DURABLE, NODE = "durable", "node"
 """Audiences of files: `durable` files go to every tier, `node` files to memory only."""
 
@@ -36,7 +36,7 @@ DURABLE, NODE = "durable", "node"
 _LOG = re.compile(r"_log/(00\d{18})\.json")
 _SNAP = re.compile(r"snap/(\d{12,18})/i(\d{6,18})-([0-9a-f]{12})/([^/]+)")
 _MARKER = re.compile(r"rank(\d{5,18})\.done")
-_DATA = re.compile(r"rank(\d{5,18})\.(\d{12,18})\.safetensors")
+_DATA = re.compile(r"rank\d{5,18}\.(\d{12,18})\.safetensors")
 _RECEIPT = re.compile(r"done\.rank(\d{5,18})\.([0-9a-f]{32})\.([0-9a-f]{32})\.(\d{1,18})")
 _CONST = re.compile(r"const/i(\d{6,18})-([0-9a-f]{12})/([0-9a-f]{32})\.(done|safetensors)")
 _OURS = re.compile(
@@ -101,22 +101,19 @@ def marker_key(generation: GenerationId, rank: int) -> str:
 
 
 class Receipt(NamedTuple):
-    """Facts about a stored marker in the name of an empty object, so that a listing shows those of a thousand ranks."""
+    """Facts about a stored marker in the name of an empty object: a page of a listing has those of a thousand ranks."""
 
     rank: int
     digest: str
     """Digest of the marker's bytes."""
     agreement: str
-    """Digest of the facts that a manifest takes from the marker, besides files: see `agreement_of`."""
+    """Digest of all that markers of one manifest have in common; see `receipt_of`."""
     nbytes: int
     """Bytes of the marker's own segments."""
 
-    def key(self, generation: GenerationId) -> str:
-        return f"{receipts_prefix(generation)}{self.rank:05d}.{self.digest}.{self.agreement}.{self.nbytes}"
 
-
-def receipts_prefix(generation: GenerationId) -> str:
-    return f"{generation.prefix}done.rank"
+def receipt_key(generation: GenerationId, receipt: Receipt) -> str:
+    return f"{generation.prefix}{RECEIPTS}{receipt.rank:05d}.{receipt.digest}.{receipt.agreement}.{receipt.nbytes}"
 
 
 def commit_key(generation: GenerationId) -> str:
@@ -149,10 +146,10 @@ def parse_snap_key(key: str) -> tuple[GenerationId, str] | None:
     return GenerationId(step=int(match[1]), incarnation=int(match[2]), nonce=match[3]), match[4]
 
 
-def parse_data_name(name: str) -> tuple[int, int] | None:
-    """Return a segment's rank and step from its key's last part; `None` for any other object."""
+def parse_data_name(name: str) -> int | None:
+    """Return a segment's step from its key's last part; `None` for any other object."""
     match = _DATA.fullmatch(name)
-    return (int(match[1]), int(match[2])) if match else None
+    return int(match[1]) if match else None
 
 
 def parse_receipt_name(name: str) -> Receipt | None:

@@ -204,13 +204,13 @@ class ObjectBackend:
         """Delete a thousand objects with each request, or one by one where the store does not take lists."""
         for begin in range(0, len(keys), _DELETED_AT_ONCE):
             some = keys[begin : begin + _DELETED_AT_ONCE]
-            what, given = f"delete {some[0]} at {self.url}", some[0] if len(some) == 1 else list(some)
+            given = some[0] if len(some) == 1 else list(some)
             try:
-                self._call(what, partial(obstore.delete, self._store, given))
+                self._call(f"delete {some[0]} at {self.url}", partial(obstore.delete, self._store, given))
             except StorageError as error:
-                if not isinstance(error, KeyMissing) and len(some) == 1:
+                if len(some) == 1 and not isinstance(error, KeyMissing):
                     raise
-                for key in some[: len(some) * (len(some) > 1)]:
+                for key in some if len(some) > 1 else ():
                     self.delete(key)
 
     def unfinished_writes(self, prefix: str) -> Sequence[Entry]:

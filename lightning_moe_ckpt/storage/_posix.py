@@ -114,12 +114,8 @@ class PosixBackend:
     def delete(self, *keys: str) -> None:
         """Unlink files, and every directory left empty; anything but a file stays."""
         paths = [self._path(key) for key in keys]
-        if len(paths) > _UNLINKED_AT_ONCE:  # a file server takes its time for each
-            with ThreadPoolExecutor(_UNLINKED_AT_ONCE, "moe-ckpt-delete") as pool:
-                list(pool.map(_unlink, paths))
-        else:
-            for path in paths:
-                _unlink(path)
+        with ThreadPoolExecutor(_UNLINKED_AT_ONCE, "moe-ckpt-delete") as pool:  # a file server takes its time for each
+            list(pool.map(_unlink, paths))
         for folder in {path.parent for path in paths}:
             self._prune(folder)
 

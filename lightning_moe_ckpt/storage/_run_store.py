@@ -41,14 +41,16 @@ from lightning_moe_ckpt.storage._commit import (
     begin_run,
     complete_markers,
     expect_nothing_lost,
+    has_receipts,
     publish,
     read_history,
     read_run,
+    receipt_of,
 )
 from lightning_moe_ckpt.storage._entries import SegmentEntry
 from lightning_moe_ckpt.storage._json import digest_of
 from lightning_moe_ckpt.storage._log import Lineage, Log
-from lightning_moe_ckpt.storage._markers import Commit, RankMarker, has_receipts, receipt_of
+from lightning_moe_ckpt.storage._markers import Commit, RankMarker
 from lightning_moe_ckpt.storage._names import (
     CONST_PREFIX,
     LOG_PREFIX,
@@ -56,6 +58,7 @@ from lightning_moe_ckpt.storage._names import (
     GenerationId,
     const_key,
     marker_key,
+    receipt_key,
     segment_key,
 )
 from lightning_moe_ckpt.storage._open import memory_tag, place_of
@@ -203,7 +206,7 @@ class RunStore:
         parts = marker.parts()
         self._backend.put(marker_key(marker.generation, marker.rank), *parts)
         if has_receipts(marker.world_size):
-            self._backend.put(receipt_of(marker, digest_of(*parts)).key(marker.generation), b"")
+            self._backend.put(receipt_key(marker.generation, receipt_of(marker, digest_of(*parts))), b"")
 
     def read_marker(self, commit: Commit, rank: int) -> RankMarker:
         """Read a rank's marker, as `read_committed_marker` does."""

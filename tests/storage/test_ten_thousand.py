@@ -13,7 +13,7 @@ import pytest
 from benchmarks.ranks import growth_of
 from benchmarks.ranks_store import Client, ManyRanks, figures
 from lightning_moe_ckpt.errors import Corrupt, StorageError
-from lightning_moe_ckpt.storage import RankMarker, RunStore, RunView, _commit, _markers
+from lightning_moe_ckpt.storage import RankMarker, RunStore, RunView, _commit
 
 NOW = timedelta()
 
@@ -57,7 +57,7 @@ def test_requests_grow_no_faster_than_ranks() -> None:
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> ManyRanks:
     """Four ranks with receipts."""
-    monkeypatch.setattr(_markers, "_RECEIPTS_FROM", 4)
+    monkeypatch.setattr(_commit, "RECEIPTS_FROM", 4)
     return ManyRanks(4, window=2)
 
 
@@ -72,7 +72,7 @@ def test_receipts_give_the_same_manifest_as_markers(job: ManyRanks, monkeypatch:
     reads = job.first.requests["get"]
     by_receipts = job.store.commit(own, timeout=NOW)
     few = job.first.requests["get"] - reads
-    monkeypatch.setattr(_markers, "_RECEIPTS_FROM", 5)
+    monkeypatch.setattr(_commit, "RECEIPTS_FROM", 5)
     assert job.store.commit(own, timeout=NOW) == by_receipts, "another manifest would be refused"
     assert job.first.requests["get"] - reads - few == few + 3 + 1, "and the manifest that is there"
 
