@@ -42,17 +42,11 @@ CONSTANTS = "constants"
 
 
 class Contents:
-    """Stored objects of a generation.
-
-    Args:
-        generation: name of the generation.
-        backend: lists all objects once they are asked for; `None` if `first` will have them.
-    """
+    """Stored objects of a generation: all are in `first`, bytes by key, unless `backend` is given to list them on demand."""
 
     def __init__(self, generation: GenerationId, backend: Backend | None = None) -> None:
         self.generation, self.backend = generation, backend
         self.first: dict[str, int] = {}
-        """Bytes by key in the first page of a listing."""
 
     @property
     def committed(self) -> bool:
@@ -85,13 +79,13 @@ class Contents:
 
 
 Catalog = Mapping[GenerationId, Contents]
-
+NOTHING_LISTED: Catalog = MappingProxyType({})
 
 _PAGE = 1000
 """Objects of a request; a run of few ranks has no more."""
 
 
-def read_catalog(backend: Backend, known: Catalog = MappingProxyType({})) -> Catalog:
+def read_catalog(backend: Backend, known: Catalog = NOTHING_LISTED) -> Catalog:
     """List the generations, and whether they are committed, in a request for each at most; foreign names are ignored.
 
     Of a large committed generation the objects are in `known`, an earlier listing, or are listed once they are asked for.
@@ -112,12 +106,7 @@ def read_catalog(backend: Backend, known: Catalog = MappingProxyType({})) -> Cat
 
 
 def read_commit(backend: Backend, generation: GenerationId, run_id: str | None = None) -> Commit:
-    """Read a manifest and check that it is this generation's, and this run's if `run_id` is given.
-
-    Raises:
-        Corrupt: the manifest is damaged, or belongs to another generation or run.
-        KeyMissing: the manifest was deleted.
-    """
+    """Read a manifest. Raises `Corrupt` if it is damaged, or of another generation or run; `KeyMissing` if it was deleted."""
     key = commit_key(generation)
     commit = Commit.from_bytes(backend.get(key), key)
     if commit.generation != generation or run_id not in {None, commit.run_id}:
@@ -142,12 +131,7 @@ def run_reader(backend: Backend) -> Callable[[GenerationId], str | None]:
 
 
 def read_marker(backend: Backend, generation: GenerationId, rank: int) -> StoredMarker:
-    """Read a marker and check its generation and rank.
-
-    Raises:
-        Corrupt: the marker is damaged, or belongs to another generation or rank.
-        KeyMissing: the marker was deleted.
-    """
+    """Read a marker. Raises `Corrupt` if it is damaged, or of another generation or rank; `KeyMissing` if it was deleted."""
     key = marker_key(generation, rank)
     data = backend.get(key)
     marker = RankMarker.from_bytes(data, key)
@@ -157,12 +141,7 @@ def read_marker(backend: Backend, generation: GenerationId, rank: int) -> Stored
 
 
 def read_committed_marker(backend: Backend, commit: Commit, rank: int) -> RankMarker:
-    """Read a rank's marker and check it against the digest in the manifest.
-
-    Raises:
-        Corrupt: the marker is not the one that was committed.
-        KeyMissing: the marker was deleted.
-    """
+    """Read a rank's marker. Raises `Corrupt` if the manifest has another digest; `KeyMissing` if the marker was deleted."""
     stored = read_marker(backend, commit.generation, rank)
     if stored.digest != commit.markers[rank]:
         raise Corrupt(f"{marker_key(commit.generation, rank)}: is not the marker that was committed.")
@@ -258,12 +237,7 @@ def constants_in(data: bytes, where: str) -> tuple[SegmentEntry, ...]:
 
 
 def read_constants(backend: Backend, policy: Any) -> tuple[SegmentEntry, ...]:
-    """Return a policy's files of constants, each with its records; none if the policy names none.
-
-    Raises:
-        Corrupt: the description is damaged.
-        KeyMissing: the description is gone.
-    """
+    """Return a policy's files of constants with their records, if any. Raises `Corrupt`, `KeyMissing` of the description."""
     key = policy.get(CONSTANTS)
     if key is None:
         return ()

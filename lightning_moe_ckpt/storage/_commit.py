@@ -18,12 +18,12 @@ import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from types import MappingProxyType
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import Corrupt, Fenced, KeyExists, KeyMissing, NoUsableGeneration, StorageError
 from lightning_moe_ckpt.storage._backend import Backend, create_once
 from lightning_moe_ckpt.storage._catalog import (
+    NOTHING_LISTED,
     Catalog,
     Contents,
     expect_folder,
@@ -38,7 +38,15 @@ from lightning_moe_ckpt.storage._entries import GENERATION, SegmentEntry
 from lightning_moe_ckpt.storage._json import digest_of, maybe
 from lightning_moe_ckpt.storage._log import History, Lineage, Log, watermark_event
 from lightning_moe_ckpt.storage._markers import Commit, RankMarker, StoredMarker
-from lightning_moe_ckpt.storage._names import RECEIPTS, GenerationId, Receipt, commit_key, new_nonce, segment_key
+from lightning_moe_ckpt.storage._names import (
+    RECEIPTS,
+    GenerationId,
+    Receipt,
+    commit_key,
+    new_nonce,
+    receipt_key,
+    segment_key,
+)
 
 log = rank_logger(__name__)
 
@@ -58,11 +66,7 @@ WAYS_ON = (
 
 
 def expect_nothing_lost(backend: Backend) -> None:
-    """Check that a URL without a log is empty, before its first run begins.
-
-    Raises:
-        NoUsableGeneration: there are generations, but no log.
-    """
+    """Raise `NoUsableGeneration` if a URL without a log has generations, before its first run begins."""
     committed = sorted(each for each, contents in read_catalog(backend).items() if contents.committed)
     if committed:
         raise NoUsableGeneration(
@@ -228,7 +232,7 @@ def await_markers(
     """
     give_up, pause = time.monotonic() + timeout.total_seconds(), _FIRST_PAUSE_SECONDS
     longest = max(LONGEST_PAUSE_SECONDS, own.world_size / RANKS_PER_SECOND)
-    by_receipts = by_receipts and has_receipts(own.world_size)
+    by_receipts = by_receipts and own.world_size >= RECEIPTS_FROM
     markers: dict[int, StoredMarker | str] = dict.fromkeys(range(own.world_size), "not all receipts are there yet")
     while True:
         is_over = time.monotonic() >= give_up or cancelled()
@@ -296,17 +300,16 @@ def receipt_of(marker: RankMarker, digest: str) -> Receipt:
     return Receipt(marker.rank, digest, digest_of(agreement.to_bytes()), alike.nbytes)
 
 
-def has_receipts(world_size: int) -> bool:
-    """Return whether so many ranks store receipts of their markers."""
-    return world_size >= RECEIPTS_FROM
+def put_receipt(backend: Backend, marker: RankMarker, parts: Sequence[bytes | memoryview]) -> None:
+    """Store the receipt of a stored marker, `parts`, where there are many ranks."""
+    if marker.world_size >= RECEIPTS_FROM:
+        backend.put(receipt_key(marker.generation, receipt_of(marker, digest_of(*parts))), b"")
 
 
 def complete_markers(backend: Backend, run_id: str, contents: Contents) -> list[StoredMarker]:
     """Take all markers of a generation that its incarnation did not commit; the caller counts the ranks.
 
-    Raises:
-        Corrupt: a marker is damaged, belongs to another run, or names an object that is missing.
-        KeyMissing: a marker was deleted meanwhile.
+    Raises `Corrupt` for a marker of another run, a damaged one, or a missing file; `KeyMissing` for a deleted marker.
     """
     stored = [*map(_reader(backend, contents), sorted(contents.ranks))]
     for marker in (each.marker for each in stored):
@@ -318,15 +321,12 @@ def complete_markers(backend: Backend, run_id: str, contents: Contents) -> list[
 
 
 def publish(
-    backend: Backend, stored: Sequence[StoredMarker], history: History, known: Catalog = MappingProxyType({})
+    backend: Backend, stored: Sequence[StoredMarker], history: History, known: Catalog = NOTHING_LISTED
 ) -> Commit:
     """Create the manifest for the markers of all ranks, unless the same manifest is there already.
 
-    The history decides whether referenced files may be used; `known` is an earlier listing.
-
-    Raises:
-        Corrupt: a rank is missing, ranks disagree, or a referenced file is not committed or was given up.
-        KeyExists: another manifest has the name.
+    The history decides whether referenced files may be used; `known` is an earlier listing. Raises `Corrupt` if a rank is
+    missing, ranks disagree, or a referenced file must not be used; `KeyExists` if another manifest has the name.
     """
     commit = Commit.of(stored)
     expect_needs(backend, history, commit, known)
@@ -337,12 +337,7 @@ def publish(
 
 
 def expect_needs(backend: Backend, history: History, commit: Commit, known: Catalog) -> None:
-    """Check, before a manifest becomes visible, that the generations that it needs are committed, whole and not given up.
-
-    Raises:
-        Corrupt: one was given up, was never committed, or a file of it is gone or has another size.
-        StorageError: the medium failed.
-    """
+    """Raise `Corrupt` unless all generations that a manifest needs, which is not visible yet, are committed, whole and not given up."""
     catalog = read_catalog(backend, known) if commit.needs else {}
     for need in commit.needs:
         if (dead := history.why_dead(need)) is not None:

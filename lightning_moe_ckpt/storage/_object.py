@@ -191,9 +191,8 @@ class ObjectBackend:
         folder, found, idle, is_end = prefix.rpartition("/")[0], dict[str, int](), 0, False
         last = max(after, prefix[:-1])  # comes before every key that is wanted
         while not is_end and idle < (1 if found else 2):
-            listed, is_end = self._call(
-                f"list {folder} at {self.url}", partial(self._behind, folder, last, prefix, most)
-            )
+            behind = partial(self._behind, folder, last, prefix, most)
+            listed, is_end = self._call(f"list {folder} at {self.url}", behind)
             idle += listed.keys() <= found.keys()  # not by emptiness: a server may ignore the start key
             found |= listed
             last = max([last, *listed])
@@ -246,9 +245,8 @@ class ObjectBackend:
         for page in obstore.list(self._store, folder or None, offset=last or None, chunk_size=1000):
             sizes = {str(facts["path"]): int(facts["size"]) for facts in page}
             found |= sizes
-            if (key := max(sizes, default="")) > prefix and not key.startswith(prefix):
-                return found, True
-            if most is not None and sum(each > last and each.startswith(prefix) for each in found) >= most:
+            wanted = sum(key > last and key.startswith(prefix) for key in found) if most is not None else -1
+            if wanted >= (most or 0) or max([prefix, *sizes]) > f"{prefix}\U0010ffff":
                 return found, True
         return found, False
 

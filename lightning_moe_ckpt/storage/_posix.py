@@ -113,9 +113,15 @@ class PosixBackend:
 
     def delete(self, *keys: str) -> None:
         """Unlink files, and every directory left empty; anything but a file stays."""
+
+        def unlink(path: Path) -> None:
+            with _reported("delete", path):
+                if path.is_file() and not path.is_symlink():
+                    path.unlink(missing_ok=True)
+
         paths = [self._path(key) for key in keys]
         with ThreadPoolExecutor(_UNLINKED_AT_ONCE, "moe-ckpt-delete") as pool:  # a file server takes its time for each
-            list(pool.map(_unlink, paths))
+            list(pool.map(unlink, paths))
         for folder in {path.parent for path in paths}:
             self._prune(folder)
 
@@ -289,12 +295,6 @@ def _reported(operation: str, path: Path) -> Iterator[None]:
         kind = StorageRefused if error.errno in _LASTING else StorageError
         where = path if error.filename is None or operation != "list" else error.filename  # a folder below
         raise kind(f"{operation} {where}: {error.strerror or error}.") from error
-
-
-def _unlink(path: Path) -> None:
-    with _reported("delete", path):
-        if path.is_file() and not path.is_symlink():
-            path.unlink(missing_ok=True)
 
 
 def _entries(directory: Path) -> list[os.DirEntry[str]]:

@@ -41,14 +41,12 @@ from lightning_moe_ckpt.storage._commit import (
     begin_run,
     complete_markers,
     expect_nothing_lost,
-    has_receipts,
     publish,
+    put_receipt,
     read_history,
     read_run,
-    receipt_of,
 )
 from lightning_moe_ckpt.storage._entries import SegmentEntry
-from lightning_moe_ckpt.storage._json import digest_of
 from lightning_moe_ckpt.storage._log import Lineage, Log
 from lightning_moe_ckpt.storage._markers import Commit, RankMarker
 from lightning_moe_ckpt.storage._names import (
@@ -58,7 +56,6 @@ from lightning_moe_ckpt.storage._names import (
     GenerationId,
     const_key,
     marker_key,
-    receipt_key,
     segment_key,
 )
 from lightning_moe_ckpt.storage._open import memory_tag, place_of
@@ -202,11 +199,10 @@ class RunStore:
         return read_constants(self._backend, policy)
 
     def put_marker(self, marker: RankMarker) -> None:
-        """State that all segments of `marker` are durable. Call it last. One of many ranks adds a receipt for the coordinator."""
+        """State that all segments of `marker` are durable. Call it last."""
         parts = marker.parts()
         self._backend.put(marker_key(marker.generation, marker.rank), *parts)
-        if has_receipts(marker.world_size):
-            self._backend.put(receipt_key(marker.generation, receipt_of(marker, digest_of(*parts))), b"")
+        put_receipt(self._backend, marker, parts)
 
     def read_marker(self, commit: Commit, rank: int) -> RankMarker:
         """Read a rank's marker, as `read_committed_marker` does."""

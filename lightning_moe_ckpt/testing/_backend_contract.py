@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -166,11 +167,10 @@ class BackendContract:
         keys = ["_log/0", "snap/1/_C", "snap/1/r.0", "snap/1/r.1", "snap/10/_C", "snap/2/_C"]
         for key in keys:
             backend.put(key, b"x")
-        for after in ("", "_log/0", "snap/1/_C", "snap/1/r", "snap/1/z", "snap/10/z", "snap/9"):
-            for prefix in ("", "snap/", "snap/1/r", "snap/10"):
-                wanted = [key for key in keys if key > after and key.startswith(prefix)]
-                for most in (1, 2, None):
-                    assert [entry.key for entry in backend.list(prefix, after, most)] == wanted[:most]
+        places = ("", "_log/0", "snap/1/_C", "snap/1/r", "snap/1/z", "snap/10/z", "snap/9")
+        for after, prefix, most in product(places, ("", "snap/", "snap/1/r", "snap/10"), (1, 2, None)):
+            wanted = [key for key in keys if key > after and key.startswith(prefix)]
+            assert [entry.key for entry in backend.list(prefix, after, most)] == wanted[:most]
 
     def test_listing_sees_every_change_at_once(self, backend: Backend) -> None:
         """No cache stands between a change and the next listing."""

@@ -20,7 +20,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from servers._s3 import S3Server
-from stored._crashes import Crashed, CrashingBackend
+from stored._crashes import Crashed, CrashingBackend, When
 from stored._lives import named
 from stored._segments import read_segment
 
@@ -36,13 +36,13 @@ from lightning_moe_ckpt.storage import (
     Retention,
     RunStore,
     SegmentEntry,
+    _commit,
     digest_of,
 )
 
 WORLD_SIZE = 3
 WINDOW = 2
 KEEP = 2
-When = Literal["before", "after"]
 
 
 def _content(generation: GenerationId, rank: int, step: int) -> bytes:
@@ -169,15 +169,18 @@ def _expect_recovery(backend: Backend, calls: list[str], when: When) -> None:
     assert len(job.commits) >= KEEP
     job.save(50, keep=1)
     assert _stored_generations(backend) == [(50, 2)]
-    assert len(_keys(backend)) == WORLD_SIZE * (WINDOW + 1) + 1
+    assert len(_keys(backend)) == WORLD_SIZE * (WINDOW + 1 + (WORLD_SIZE >= _commit.RECEIPTS_FROM)) + 1
 
 
 # A crash after a call leaves in storage what one before the next call leaves.
-@pytest.mark.parametrize(("make", "when"), [(_memory, "before"), (_posix, "after")])
+@pytest.mark.parametrize(
+    ("make", "when", "receipts_from"), [(_memory, "before", 64), (_posix, "after", 64), (_memory, "before", 1)]
+)
 def test_a_crash_at_any_call_of_a_save_loses_at_most_that_save(
-    make: Callable[[Path], Backend], when: When, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[Path], Backend], when: When, receipts_from: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Segments, markers, commit, watermark and deletions, by every rank."""
+    """Segments, markers, receipts, commit, watermark and deletions, by every rank."""
+    monkeypatch.setattr(_commit, "RECEIPTS_FROM", receipts_from)
     monkeypatch.setattr(os, "fsync", os.fstat)  # quick; what is synced when is tested with the backend
     crash_at, finished = 0, False
     while not finished:
