@@ -88,7 +88,7 @@ _PAGE = 1000
 def read_catalog(backend: Backend, known: Catalog = NOTHING_LISTED) -> Catalog:
     """List the generations, and whether they are committed, in a request for each at most; foreign names are ignored.
 
-    Of a large committed generation the objects are in `known`, an earlier listing, or are listed once they are asked for.
+    Objects of a large committed generation come from `known`, an earlier listing, or are listed on demand.
     """
     catalog: dict[GenerationId, Contents] = {}
     after, is_end = "", False
@@ -106,7 +106,7 @@ def read_catalog(backend: Backend, known: Catalog = NOTHING_LISTED) -> Catalog:
 
 
 def read_commit(backend: Backend, generation: GenerationId, run_id: str | None = None) -> Commit:
-    """Read a manifest. Raises `Corrupt` if it is damaged, or of another generation or run; `KeyMissing` if it was deleted."""
+    """Read a manifest. Raises `Corrupt` if damaged, or of another generation or run; `KeyMissing` if deleted."""
     key = commit_key(generation)
     commit = Commit.from_bytes(backend.get(key), key)
     if commit.generation != generation or run_id not in {None, commit.run_id}:
@@ -131,7 +131,7 @@ def run_reader(backend: Backend) -> Callable[[GenerationId], str | None]:
 
 
 def read_marker(backend: Backend, generation: GenerationId, rank: int) -> StoredMarker:
-    """Read a marker. Raises `Corrupt` if it is damaged, or of another generation or rank; `KeyMissing` if it was deleted."""
+    """Read a marker. Raises `Corrupt` if damaged, or of another generation or rank; `KeyMissing` if deleted."""
     key = marker_key(generation, rank)
     data = backend.get(key)
     marker = RankMarker.from_bytes(data, key)

@@ -7,8 +7,8 @@ A commit waits for every rank's marker, checks the markers against the listing, 
 `_COMMITTED` must find every object, so the manifest is created last, and exclusively. Its bytes follow from the markers
 alone. If the same bytes are already there, the commit succeeded, whoever wrote them.
 
-Reading the markers of ten thousand ranks would take minutes. Where there are many ranks, each stores a receipt too, and
-the coordinator lists these instead: of markers that agree it reads one.
+Reading the markers of ten thousand ranks would take minutes. Many ranks therefore store receipts too. The coordinator
+lists receipts, and reads a single marker per agreement.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ log = rank_logger(__name__)
 _FIRST_PAUSE_SECONDS = 0.005
 LONGEST_PAUSE_SECONDS = 0.25
 RANKS_PER_SECOND = 10_000
-"""Receipts that the coordinator lists in a second of waiting, at most: ten requests."""
+"""Most receipts per second that the coordinator lists while waiting: ten requests."""
 RECEIPTS_FROM = 64
-"""Ranks from which on each stores a receipt beside its marker: a request of its own, and one less of the coordinator's."""
+"""Least number of ranks with receipts, each a request of the rank and a request less of the coordinator."""
 _REMEDY = "It is skipped; the next one must store itself what it cannot reference."
 
 
@@ -273,7 +273,7 @@ def _take(own: RankMarker, contents: Contents, read: Callable[[int], StoredMarke
 
 
 def _reader(backend: Backend, contents: Contents, *, by_receipts: bool = True) -> Callable[[int], StoredMarker]:
-    """Return a reader of ranks' markers; with a receipt that agrees with a marker read before, it returns that of the rank's files."""
+    """Return a reader of ranks' markers, which turns a receipt into a marker by an earlier marker of the same agreement."""
     receipts, alike = contents.receipts if by_receipts else {}, dict[str, RankMarker]()
 
     def read(rank: int) -> StoredMarker:
@@ -294,7 +294,7 @@ def _reader(backend: Backend, contents: Contents, *, by_receipts: bool = True) -
 
 
 def receipt_of(marker: RankMarker, digest: str) -> Receipt:
-    """Return the receipt of a stored marker with this digest. Markers of one agreement differ in what a manifest lacks."""
+    """Return the receipt of a stored marker with this digest; markers of one agreement give one manifest."""
     alike = Commit.of([StoredMarker(replace(marker, rank=0, world_size=1, unix_time=0, lineage=None), "")])
     agreement = replace(alike, world_size=marker.world_size, markers=(), nbytes=0)
     return Receipt(marker.rank, digest, digest_of(agreement.to_bytes()), alike.nbytes)
@@ -337,7 +337,7 @@ def publish(
 
 
 def expect_needs(backend: Backend, history: History, commit: Commit, known: Catalog) -> None:
-    """Raise `Corrupt` unless all generations that a manifest needs, which is not visible yet, are committed, whole and not given up."""
+    """Raise `Corrupt` unless all generations in `needs` are committed, whole and not given up; the manifest is not visible yet."""
     catalog = read_catalog(backend, known) if commit.needs else {}
     for need in commit.needs:
         if (dead := history.why_dead(need)) is not None:

@@ -11,9 +11,9 @@ Lineage rule: a log may be copied or put back to an older state, and a number is
 draws a name and puts it into its `open` entry and all its markers. A name that the log lacks is not of its past. The
 newest entry's nonce tells a process that the log is still the one it writes.
 
-Compaction deletes all but the newest `KEPT_ENTRIES`, which is harmless at any time, in any order and by anybody: those
-repeat the history. An index becomes free by it. So a writer looks, after it created an entry, for one that is so much
-later that its own index may have been taken before, while it slept. Then its entry says nothing.
+Compaction deletes all but the newest `KEPT_ENTRIES`. This is harmless at any time, in any order and by anybody, because the
+newest entries repeat the history. But the index of a deleted entry is free again, and a writer that slept may create an
+entry there. After each creation the writer therefore looks for entries so much later. If there are any, the entry is void.
 """
 
 from __future__ import annotations
@@ -278,7 +278,7 @@ class Log:
         return not self._backend.list(LOG_PREFIX, log_key(entry.index + KEPT_ENTRIES - 1), 1)
 
     def compact(self) -> None:
-        """Delete entries that only tell people of old events, once there are a thousand of them. Call it after `append`."""
+        """Delete entries of old events, once there are a thousand too many. Call after `append`."""
         first = self._newest + 1 - KEPT_ENTRIES
         if first - self._oldest >= KEPT_ENTRIES and self._read_entry(self._newest) is not None:
             self._backend.delete(*map(log_key, range(self._oldest, first)))

@@ -101,13 +101,13 @@ def marker_key(generation: GenerationId, rank: int) -> str:
 
 
 class Receipt(NamedTuple):
-    """Facts about a stored marker in the name of an empty object: a page of a listing has those of a thousand ranks."""
+    """Facts about a stored marker in the name of an empty object: a page of a listing has a thousand receipts."""
 
     rank: int
     digest: str
     """Digest of the marker's bytes."""
     agreement: str
-    """Digest of all that markers of one manifest have in common; see `receipt_of`."""
+    """Digest of the facts common to all markers of a manifest; see `receipt_of`."""
     nbytes: int
     """Bytes of the marker's own segments."""
 
@@ -153,7 +153,7 @@ def parse_data_name(name: str) -> int | None:
 
 
 def parse_receipt_name(name: str) -> Receipt | None:
-    """Return the receipt that a key's last part spells; `None` for any other object."""
+    """Return the receipt spelled by a key's last part; `None` for any other object."""
     match = _RECEIPT.fullmatch(name)
     return Receipt(int(match[1]), match[2], match[3], int(match[4])) if match else None
 

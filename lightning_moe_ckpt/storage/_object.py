@@ -200,7 +200,7 @@ class ObjectBackend:
         return [Entry(key, found[key]) for key in wanted[:most]]
 
     def delete(self, *keys: str) -> None:
-        """Delete a thousand objects with each request, or one by one where the store does not take lists."""
+        """Delete a thousand objects with each request, or single objects where the store takes no lists."""
         for begin in range(0, len(keys), _DELETED_AT_ONCE):
             some = keys[begin : begin + _DELETED_AT_ONCE]
             given = some[0] if len(some) == 1 else list(some)
@@ -240,7 +240,7 @@ class ObjectBackend:
         self._pace.close()
 
     def _behind(self, folder: str, last: str, prefix: str, most: int | None) -> tuple[Mapping[str, int], bool]:
-        """Return key and size of objects in a folder behind a key, and whether no others are wanted."""
+        """Return key and size of objects in a folder behind a key, and whether no more are wanted."""
         found = dict[str, int]()
         for page in obstore.list(self._store, folder or None, offset=last or None, chunk_size=1000):
             sizes = {str(facts["path"]): int(facts["size"]) for facts in page}
