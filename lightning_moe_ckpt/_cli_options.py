@@ -147,7 +147,12 @@ whatever was found, since everything runs without compiled parts, only slower.
 With URL: try there what checkpoints rely on (listings, exclusive creates and races of them, large and half-written
 objects, leftovers), and say whether they are safe. Objects are written under URL/_doctor/ and removed again, also when
 interrupted; a run that is stored there is not touched. Exit status: 0 fenced, that is safe whatever happens; 1 unfenced
-or unsafe, and the last line says which and what that means; 2 nothing can be written there."""
+or unsafe, and the last line says which and what that means; 2 nothing can be written there.
+
+With --cluster every rank of a job runs it before the training, under torchrun, srun or `moe-ckpt run`: versions, clocks, descriptors,
+shared memory, whether nodes are told apart, reach each other, and how fast, and with URL whether all have one storage with
+exclusive creates. Rank 0 shows a row per node, and names what is bad. Exit status of all ranks: 0 good; 1 a node is bad, or a rank
+does not answer; 2 no job, or no answer of rank 0."""
 
 SHM = """\
 List what runs have in shared memory of this node (/dev/shm/moe-ckpt-*): run, rank, newest

@@ -33,7 +33,7 @@ _STATUSES = """\
 Exit status:
   0    done; for verify: everything is as it was written
   1    verify: something is damaged, or there is nothing to restore;
-       doctor URL: checkpoints are not safe there
+       doctor: checkpoints are not safe at URL, or a node is not good
   2    wrong arguments, or the command could not do its work;
        standard error says why in a line
   141  whoever read the output closed it early, as `head` does
@@ -305,9 +305,18 @@ _LOOKING = [
     ),
     _command(
         "doctor",
-        "Show which compiled parts are in use, or whether checkpoints are safe at a URL.",
+        "Show which compiled parts are in use, whether checkpoints are safe at a URL, or whether a job's nodes are good.",
         _cli_options.DOCTOR,
-        [click.Argument(["url"], metavar="[URL]", required=False), _JSON, _STORAGE],
+        [
+            click.Argument(["url"], metavar="[URL]", required=False),
+            _flag("--cluster", "Examine the nodes of the job of which this process is a rank."),
+            _option(
+                "--plan", "With --cluster: what `moe-ckpt plan --json` wrote.", "FILE", type=click.Path(path_type=Path)
+            ),
+            _option("--wait", "With --cluster: time for all ranks to come.", "TIME", type=_time, default="20s"),
+            _JSON,
+            _STORAGE,
+        ],
     ),
     _on_a_run(
         "flush",

@@ -59,7 +59,7 @@ MAX_BYTES = {
 """Bytes of journals that a step encodes, at most and at least, and bytes of Python's memory that its hooks take at once, in the
 step in which other threads take least."""
 OLD_WORDS = re.compile(r"lossy|flavour|\bfamily\b", re.IGNORECASE)
-FOREIGN_FAMILIES = {"testing._fault_process", "parallel._gloo", "native._gradient"}
+FOREIGN_FAMILIES = {"testing._fault_process", "parallel._gloo", "launch._network", "native._gradient"}
 """Of processes and of sockets; what is lossy there is a compression."""
 
 

@@ -45,6 +45,7 @@ from lightning_moe_ckpt.inspection._answers import (
     repair_tables,
     select,
 )
+from lightning_moe_ckpt.inspection._cluster import Place, examine_cluster
 from lightning_moe_ckpt.inspection._conformance import Check, examine_url
 from lightning_moe_ckpt.inspection._export import ExportOptions
 from lightning_moe_ckpt.inspection._export import export as write_files
@@ -297,8 +298,33 @@ def report(backend: Backend, *, out: Path, force: bool) -> Answer:
     return write_page(RunView.open(backend), out, force=force)
 
 
-def doctor(*, url: str | None, as_json: bool, storage_option: Sequence[tuple[str, object]]) -> int:
-    """Show the compiled parts in use, or whether checkpoints are safe at a URL."""
+def doctor(
+    *,
+    url: str | None,
+    as_json: bool,
+    storage_option: Sequence[tuple[str, object]],
+    cluster: bool,
+    plan: Path | None,
+    wait: timedelta,
+) -> int:
+    """Show the compiled parts in use, whether checkpoints are safe at a URL, or the nodes of a job, of which this is a rank."""
+    if cluster:
+        try:
+            needed = 0 if plan is None else min(json.loads(plan.read_text())["node"].values())
+            options, patience = dict(storage_option), wait / 2
+            storage = None if url is None else lambda: open_backend(url, storage_options=options, patience=patience)
+            place = Place.from_environment()
+            answer = examine_cluster(place, storage, needed, wait.total_seconds())
+        except (OSError, LookupError, ValueError) as error:
+            return _fail(
+                "",
+                CheckpointError(f"`--plan {plan}` is not what `moe-ckpt plan --json` writes: {error!r}"),
+                {},
+                as_json=as_json,
+            )
+        except CheckpointError as error:
+            return _fail("", error, {}, as_json=as_json)
+        return answer.status if place.rank else _show(answer, as_json=as_json)
     if url is None:
         findings = examine()
         rows = {"findings": [dataclasses.asdict(finding) for finding in findings]}

@@ -37,6 +37,7 @@ from typing_extensions import override
 
 from lightning_moe_ckpt.launch._job_log import EventLog, FailureRate, JobEvent, Judge, NodeWatch, describe_exit
 from lightning_moe_ckpt.launch._members import Clock, Member, NodeEvent, RankOutput, Switchboard
+from lightning_moe_ckpt.launch._network import limit_silence
 from lightning_moe_ckpt.launch._node_range import NodeRange
 from lightning_moe_ckpt.launch._spares import Spares, close_streams
 from lightning_moe_ckpt.launch._supervised import SUPERVISOR, Line
@@ -247,6 +248,7 @@ class SupervisingAgent(LocalElasticAgent):
             return TCPStore(host, port, is_master=False, timeout=_STORE_TIMEOUT)
 
         self._log = EventLog(connect, prefix, lambda event: self._board.queue.put(("logged", prefix, event)))
+        limit_silence(self._options.node_seconds)  # of the rendezvous, too: this node may be the one that is cut off
         nodes = int(group.group_world_size)
         self._nodes = NodeWatch(
             self._log, int(group.group_rank), nodes, socket.gethostname(), self._options.node_seconds

@@ -30,6 +30,7 @@ from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 from lightning_moe_ckpt.launch._agent import SupervisingAgent, SupervisorOptions
 from lightning_moe_ckpt.launch._job_log import FailureRate
 from lightning_moe_ckpt.launch._members import RankOutput
+from lightning_moe_ckpt.launch._network import address_towards
 from lightning_moe_ckpt.launch._supervised import Line
 
 _RESTARTS = 1_000_000
@@ -173,7 +174,7 @@ def _supervisor(arguments: list[str], options: SupervisorOptions, *, limited: bo
             run_id=config.run_id,
             min_nodes=config.min_nodes,
             max_nodes=config.max_nodes,
-            local_addr=config.local_addr,
+            local_addr=config.local_addr or _own_address(config) or None,
             **meeting,
         )
         limit = 2 * float(meeting.get("read_timeout", _READ_SECONDS))
@@ -215,6 +216,12 @@ def _supervisor(arguments: list[str], options: SupervisorOptions, *, limited: bo
     return SupervisingAgent(
         spec, RankOutput(config.logs_specs), options, **({} if seconds is None else {"shutdown_timeout": seconds})
     )
+
+
+def _own_address(config: LaunchConfig) -> str:
+    """Return this node's address if other nodes do not find it by its host name, else an empty text."""
+    own, interface = address_towards(config.rdzv_endpoint.rpartition(":")[0].strip("[]"))
+    return own if interface else ""
 
 
 def _limits(config: LaunchConfig, options: SupervisorOptions) -> dict[str, int]:

@@ -35,7 +35,6 @@ import ctypes
 import os
 import re
 import socket
-import stat
 import struct
 import sys
 import threading
@@ -53,6 +52,7 @@ import torch.distributed as dist
 from typing_extensions import Self
 
 from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt.launch._network import is_connected, limit_silence, tcp_sockets
 
 _DESCRIPTORS = Path("/proc/self/fd")
 _AGAIN_SECONDS = 0.005
@@ -67,8 +67,8 @@ _FOR_EVER = timedelta(days=1)
 """Least time-out that means to wait until the operation returns."""
 _POINT_TO_POINT = {12, 13, 14}
 """Types of operations whose groups are closed when waiting for them takes too long: another thread waits."""
-_UNCONNECTED, _LISTENING = 7, 10
-"""States of a socket, as in the kernel's `tcp_states.h`."""
+_SILENCE_SECONDS = 120.0
+"""Silence of another node's kernel after which operations with it raise."""
 
 
 class GroupAbort:
@@ -213,35 +213,14 @@ def _abort_nccl() -> None:
 
 def _connected() -> set[int]:
     """Return the inodes of this process's TCP sockets that are connected, or about to be; empty if unknown."""
-    return {inode for inode, each in _tcp_sockets() if _state(each) not in {_UNCONNECTED, _LISTENING}}
-
-
-def _state(each: socket.socket) -> int:
-    return each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+    return {inode for inode, each in tcp_sockets() if is_connected(each)}
 
 
 def _shut_down(inodes: set[int]) -> None:
-    for inode, each in _tcp_sockets():
+    for inode, each in tcp_sockets():
         if inode in inodes:
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RD)
-
-
-def _tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
-    """Yield (inode, duplicate) of every TCP socket; the duplicate is closed when the next one is asked for."""
-    if sys.platform != "linux":
-        return
-    for entry in _DESCRIPTORS.iterdir():
-        with suppress(OSError):  # closed meanwhile, such as the descriptor of this listing
-            # A duplicate cannot become another file between the look at its inode and what is done to it.
-            duplicate = os.dup(int(entry.name))
-            status = os.fstat(duplicate)
-            if not stat.S_ISSOCK(status.st_mode):
-                os.close(duplicate)
-                continue
-            with socket.socket(fileno=duplicate) as each:
-                if each.family in {socket.AF_INET, socket.AF_INET6} and each.type == socket.SOCK_STREAM:
-                    yield status.st_ino, each
 
 
 log = rank_logger(__name__)
@@ -256,13 +235,14 @@ _LAZY = "TORCH_GLOO_LAZY_INIT"
 
 @contextmanager
 def closed_listeners(*, open_ports: Collection[int] = ()) -> Iterator[None]:
-    """Close the listening sockets of every gloo group made in this context, on this rank.
+    """Close the listening sockets of every gloo group made in this context, on this rank, and limit its connections' silence.
 
     Args:
         open_ports: ports that stay open, such as a store's, which ranks join later.
     """
-    before = set(listening())
+    before, connected = set(listening()), _connected()
     yield
+    limit_silence(_SILENCE_SECONDS, but=connected)
     if os.environ.get(_LAZY, "0").lower() not in {"0", "", "false", "off", "no"}:
         log.info("%s is set: process groups go on listening for connections", _LAZY)
         return

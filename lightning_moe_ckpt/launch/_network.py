@@ -1,0 +1,97 @@
+"""Connections between nodes: the address by which others reach this one, and the end of connections that fall silent.
+
+A cut cable resets no connection. Who waits for an answer then waits for ever, and who sends for a quarter of an hour. So
+connections get limits of the kernel: probes while nothing is sent (`SO_KEEPALIVE`), and `TCP_USER_TIMEOUT` for sent bytes.
+A process that is stopped, or computes, still answers probes: its kernel does.
+
+gloo and torch's rendezvous take the address of this node's host name. Where that is a loopback address, as Debian writes it
+into `/etc/hosts`, or none, other nodes do not come through, and the address towards the first node takes its place.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import stat
+import struct
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Environment variable with the interface that gloo uses."""
+_DESCRIPTORS = Path("/proc/self/fd")
+_UNCONNECTED, _LISTENING = 7, 10
+"""States of a socket, as in the kernel's `tcp_states.h`."""
+_GET_ADDRESS = 0x8915
+"""SIOCGIFADDR."""
+_PROBES = 3
+"""Probes in the time of silence."""
+
+
+def tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
+    """Yield (inode, duplicate) of every TCP socket; the duplicate is closed when the next one is asked for."""
+    if sys.platform != "linux":
+        return
+    for entry in _DESCRIPTORS.iterdir():
+        with suppress(OSError):  # closed meanwhile, such as the descriptor of this listing
+            # A duplicate cannot become another file between the look at its inode and what is done to it.
+            duplicate = os.dup(int(entry.name))
+            status = os.fstat(duplicate)
+            if not stat.S_ISSOCK(status.st_mode):
+                os.close(duplicate)
+                continue
+            with socket.socket(fileno=duplicate) as each:
+                if each.family in {socket.AF_INET, socket.AF_INET6} and each.type == socket.SOCK_STREAM:
+                    yield status.st_ino, each
+
+
+def is_connected(each: socket.socket) -> bool:
+    """Return whether a socket is connected, or about to be."""
+    return each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] not in {_UNCONNECTED, _LISTENING}
+
+
+def limit_silence(seconds: float, *, but: Collection[int] = ()) -> None:
+    """End TCP connections of this process once the other side's kernel is silent for so long; not those of the inodes `but`."""
+    for inode, each in tcp_sockets():
+        if inode not in but and is_connected(each):
+            pause = max(1, int(seconds / _PROBES))
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause)
+            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause)
+            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds))
+
+
+def address_towards(host: str) -> tuple[str, str]:
+    """Return this node's address, and its interface if `host` has to decide, empty if the host name does.
+
+    Both are empty if `host` has no address, or is this node's own loopback.
+    """
+    with suppress(OSError):
+        own = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0]
+        if not str(own).startswith("127.") and own != "::1":
+            return str(own), ""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # nothing is sent
+        own = probe.getsockname()[0]
+        for _, name in [] if own.startswith("127.") else socket.if_nameindex():
+            with suppress(OSError):  # an interface without an address
+                if address_of_interface(name) == own:
+                    return own, name
+    return "", ""
+
+
+def address_of_interface(name: str) -> str:
+    """Return the IPv4 address of an interface. Raises `OSError` if it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        found = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, struct.pack("256s", name[:15].encode()))
+    return socket.inet_ntoa(found[20:24])
+
+
+def choose_interface() -> None:
+    """Let gloo use the interface towards `MASTER_ADDR`, if its own choice is one that other nodes cannot reach."""
+    if INTERFACE not in os.environ and (name := address_towards(os.environ.get("MASTER_ADDR", ""))[1]):
+        os.environ[INTERFACE] = name
