@@ -55,8 +55,8 @@ def why_not() -> str:
     if missing := [name for name in ("ip", "tc", "unshare", "nsenter", "mount") if shutil.which(name) is None]:
         return f"there is no {', '.join(missing)}"
     tried = "ip link add bridge type bridge && ip link add port type veth peer name cable && tc qdisc add dev port root tbf rate 1mbit burst 16k latency 1s"
-    done = subprocess.run(  # noqa: S603
-        ["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "sh", "-c", tried],  # noqa: S607
+    done = subprocess.run(
+        ["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "sh", "-c", tried],
         capture_output=True,
         text=True,
         timeout=20,
@@ -65,7 +65,7 @@ def why_not() -> str:
     return done.stderr.strip().partition("\n")[0] if done.returncode else ""
 
 
-needs_namespaces = pytest.mark.skipif("apart._cluster.why_not()", reason="needs namespaces of network and processes")
+needs_namespaces = pytest.mark.skipif(bool(why_not()), reason=f"needs namespaces of network and processes: {why_not()}")
 
 
 class _Space:
@@ -74,8 +74,8 @@ class _Space:
     def __init__(self, script: str, *arguments: str, kinds: Sequence[str]) -> None:
         words = {"net": "--net", "uts": "--uts", "ipc": "--ipc", "mnt": "--mount", "pid": "--pid"}
         flags = [words[kind] for kind in kinds] + (["--fork", "--kill-child", "--mount-proc"] if "pid" in kinds else [])
-        self._process = subprocess.Popen(  # noqa: S603
-            ["unshare", *flags, "sh", "-c", script, "sh", *arguments],  # noqa: S607
+        self._process = subprocess.Popen(
+            ["unshare", *flags, "sh", "-c", script, "sh", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # unshare complains when its child is killed
@@ -89,7 +89,7 @@ class _Space:
 
     def call(self, *command: str) -> None:
         """Run a command of the network there."""
-        subprocess.run(["nsenter", "-t", str(self.pid), "-n", *command], check=True, timeout=20, capture_output=True)  # noqa: S603, S607
+        subprocess.run(["nsenter", "-t", str(self.pid), "-n", *command], check=True, timeout=20, capture_output=True)
 
     def end(self) -> None:
         """Kill every process there at once."""
