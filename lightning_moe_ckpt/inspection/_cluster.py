@@ -21,13 +21,13 @@ import threading
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from statistics import median
 from typing import Any, NamedTuple
 
 from rich.console import RenderableType
-from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # exported at run time only
+from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]  # exported at run time only
 
 from lightning_moe_ckpt._units import rate_text, size_text
 from lightning_moe_ckpt.coordination import in_words, own_versions
@@ -46,6 +46,10 @@ _CLOCK_SECONDS, _SLOW = 5.0, 0.3
 _OTHER_FILES, _RANK_FILES = 256, 8
 """Descriptors of a training's rank, and those for each other rank in process groups."""
 _NUMBER = struct.Struct("d")
+_TITLES = ("node", "ranks", "address", "clock", "descriptors", "shared memory", "sends", "storage", "state")
+_NO_RANK = """This process is no rank of a job: {} in its environment. Every rank runs the command, on the nodes of the training: \
+`srun moe-ckpt doctor --cluster`, `torchrun ... --no-python moe-ckpt doctor --cluster`, or \
+`moe-ckpt run ... -m lightning_moe_ckpt doctor --cluster`."""
 
 
 class Place(NamedTuple):
@@ -64,20 +68,16 @@ class Place(NamedTuple):
     @classmethod
     def from_environment(cls, said: Mapping[str, str] = os.environ) -> Place:
         """Return the place that torchrun, `moe-ckpt run` or srun says. Raises `ConfigurationError` without one."""
-        names, where = ("RANK", "WORLD_SIZE", "GROUP_RANK", "LOCAL_RANK", "MASTER_PORT"), dict(said)
+        names, where = ("RANK", "WORLD_SIZE", "GROUP_RANK", "LOCAL_RANK"), dict(said)
         if "RANK" not in said and "SLURM_PROCID" in said:
-            names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_NODEID", "SLURM_LOCALID", "MASTER_PORT")
+            names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_NODEID", "SLURM_LOCALID")
             first = re.sub(r"\[(\d+)[^]]*\]", r"\1", said.get("SLURM_NODELIST", "")).partition(",")[0]  # `a[07-09],b3`
             where = {"MASTER_ADDR": first, "MASTER_PORT": f"{15000 + int(said['SLURM_JOB_ID'][-4:])}", **said}
         try:
             serves = said.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-            return cls(*(int(where[name]) for name in names), where["MASTER_ADDR"], serves)
+            return cls(*(int(where[name]) for name in (*names, "MASTER_PORT")), where["MASTER_ADDR"], serves)
         except (KeyError, ValueError) as error:
-            raise ConfigurationError(
-                f"This process is no rank of a job: {error} in its environment. Every rank runs the command, on the nodes of the "
-                "training: `srun moe-ckpt doctor --cluster`, `torchrun ... --no-python moe-ckpt doctor --cluster`, or "
-                "`moe-ckpt run ... -m lightning_moe_ckpt doctor --cluster`."
-            ) from error
+            raise ConfigurationError(_NO_RANK.format(error)) from error
 
 
 class _Calls(socketserver.BaseRequestHandler):
@@ -110,60 +110,30 @@ def _call(node: Row, what: bytes) -> float:
         return float(_NUMBER.unpack(answer)[0])
 
 
-@contextlib.contextmanager
-def _listening(address: str) -> Iterator[int]:
-    """Answer other nodes' calls, and yield the port."""
-    socketserver.ThreadingTCPServer.daemon_threads = True
-    with socketserver.ThreadingTCPServer((address, 0), _Calls) as server:
-        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-        yield server.server_address[1]
-        server.shutdown()
-
-
-class Board:
-    """Values that ranks leave for each other, in the launcher's store or rank 0's.
-
-    Raises:
-        CheckpointError: rank 0 does not answer within `seconds`.
-    """
+class _Board:
+    """Values that ranks leave for each other, in the launcher's store or rank 0's. Raises torch's `DistError` without it."""
 
     def __init__(self, place: Place, seconds: float) -> None:
-        self._place, self.seconds = place, seconds
-        self._prefix = f"moe_ckpt/doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
-        options: dict[str, Any] = {"is_master": place.serves and not place.rank, "timeout": timedelta(seconds=seconds)}
-        with self._asking():
-            self._store = TCPStore(place.host, place.port, wait_for_workers=False, **options)
+        self.seconds, limit = seconds, timedelta(seconds=seconds)
+        served: Any = {"is_master": place.serves and not place.rank, "wait_for_workers": False, "timeout": limit}
+        prefix = f"moe_ckpt/doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
+        self._store = PrefixStore(prefix, TCPStore(place.host, place.port, **served))
         limit_silence(seconds)
 
     def say(self, key: str, value: object) -> None:
-        """Leave a value."""
-        with self._asking():
-            self._store.set(f"{self._prefix}/{key}", json.dumps(value))
+        self._store.set(key, json.dumps(value))
 
-    def ask(self, key: str, seconds: float = 0.0) -> Any:
-        """Return a value, for which this waits `seconds` longer than others wait for ranks."""
-        with self._asking():
-            self._store.wait([f"{self._prefix}/{key}"], timedelta(seconds=self.seconds + seconds))
-            return json.loads(self._store.get(f"{self._prefix}/{key}"))
+    def ask(self, key: str) -> Any:
+        """Return a value; rank 0 may wait for others before it has it."""
+        self._store.wait([key], timedelta(seconds=2 * self.seconds))
+        return json.loads(self._store.get(key))
 
-    def gather(self, kind: str, ranks: Sequence[int]) -> tuple[list[Any], list[int]]:
-        """Return what ranks have left in time, and the ranks that have not."""
-        keys = [f"{self._prefix}/{kind}/{rank}" for rank in ranks]
+    def gather(self, kind: str, ranks: Sequence[int]) -> dict[int, Any]:
+        """Return what ranks have left in time, by rank."""
+        keys = {rank: f"{kind}/{rank}" for rank in ranks}
         with contextlib.suppress(DistError):  # which is its time-out
-            self._store.wait(keys, timedelta(seconds=self.seconds))
-        here = {rank: self._store.check([key]) for rank, key in zip(ranks, keys, strict=True)}
-        return [self.ask(f"{kind}/{rank}") for rank in ranks if here[rank]], [rank for rank in ranks if not here[rank]]
-
-    @contextlib.contextmanager
-    def _asking(self) -> Iterator[None]:
-        try:
-            yield
-        except DistError as error:
-            place, own = self._place, f"rank {self._place.rank} on node {self._place.node} ({socket.gethostname()})"
-            raise CheckpointError(
-                f"{own} has no answer of rank 0 at {place.host}:{place.port} in time. See whether rank 0 runs, and whether this node "
-                "reaches that address."
-            ) from error
+            self._store.wait([*keys.values()], timedelta(seconds=self.seconds))
+        return {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
 
 
 def examine_cluster(place: Place, storage: Callable[[], Backend] | None, needed: int, seconds: float) -> Answer:
@@ -176,31 +146,37 @@ def examine_cluster(place: Place, storage: Callable[[], Backend] | None, needed:
         seconds: limit for all ranks to come, and again for all nodes to try.
 
     Raises:
-        CheckpointError: rank 0 does not answer in time.
+        DistError: rank 0 does not answer in time.
     """
-    began, board, own = time.monotonic(), Board(place, seconds), _found_here(place, needed)
+    began, board, own = time.monotonic(), _Board(place, seconds), _found_here(place, needed)
     with contextlib.ExitStack() as stack:
         if place.local_rank == 0:
-            own["port"] = stack.enter_context(_listening(own["address"] or "127.0.0.1"))
+            address = (own["address"] or "127.0.0.1", 0)
+            server = stack.enter_context(socketserver.ThreadingTCPServer(address, _Calls))
+            threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+            stack.callback(server.shutdown)
+            own["port"] = server.server_address[1]
         board.say(f"here/{place.rank}", own)
         if place.rank == 0:
-            ranks, silent = board.gather("here", range(place.world_size))
-            firsts = [each for each in ranks if "port" in each]
-            board.say("all", {"firsts": firsts, "key": f"{PREFIX}{int(time.time())}-{uuid.uuid4().hex}/cluster"})
-        met = board.ask("all", seconds)
-        if own in met["firsts"]:
-            board.say(f"tried/{place.rank}", _tried(met["firsts"].index(own), met["firsts"], storage, met["key"]))
+            here = board.gather("here", range(place.world_size))
+            firsts = {rank: each for rank, each in here.items() if "port" in each}
+            board.say("all", [f"{PREFIX}{int(time.time())}-{uuid.uuid4().hex}/cluster", *firsts.values()])
+        key, *nodes = board.ask("all")
+        if own in nodes:
+            board.say(f"tried/{place.rank}", _tried(nodes.index(own), nodes, storage, key))
         if place.rank:
-            status = board.ask("status", seconds)
+            status = board.ask("status")
             board.say(f"left/{place.rank}", 0)
             return Answer({}, list, status)
-        tried, late = board.gather("tried", [each["rank"] for each in firsts])
-        for row in tried:  # joins what the node's first rank found alone
-            row |= next(each for each in firsts if each["rank"] == row["rank"]) | {"faults": row["faults"]}
-        answer = _judged(ranks, tried, sorted({*silent, *late}), place.world_size, time.monotonic() - began)
+        tried = board.gather("tried", [*firsts])
+        if storage is not None:
+            with contextlib.suppress(CheckpointError), contextlib.closing(storage()) as backend:
+                backend.delete(key)
+        silent = sorted({*range(place.world_size)} - here.keys() | firsts.keys() - tried.keys())
+        answer = _judged([*here.values()], [*tried.values()], silent, time.monotonic() - began)
         board.say("status", answer.status)
         board.seconds = _PEER_SECONDS
-        board.gather("left", [each["rank"] for each in ranks[1:]])  # rank 0 may have the store
+        board.gather("left", [*here][1:])  # rank 0 may have the store
         return answer
 
 
@@ -216,140 +192,100 @@ def _found_here(place: Place, needed: int) -> Row:
     compiled = "none" if part is None else part.moe_cpu_source_digest().decode()[:12]
     files, least = resource.getrlimit(resource.RLIMIT_NOFILE)[0], _OTHER_FILES + _RANK_FILES * place.world_size
     if files < least:
-        faults.append(
-            f"{files} descriptors, and {place.world_size} ranks may take {least}: `ulimit -n {least}` before the launcher"
-        )
+        faults.append(f"{files} descriptors, of which ranks may take {least}: `ulimit -n {least}` before the launcher")
     if free < needed:
-        faults.append(
-            f"{size_text(free)} of shared memory are free, and the plan takes {size_text(needed)}: make {shared_directory()} larger, or "
-            "see `moe-ckpt shm`"
-        )
-    found: Row = {
-        "node": place.node,
-        "name": f"{place.node} ({domain.host})",
-        "rank": place.rank,
-        "domain": domain.node,
-    }
+        room = f"{size_text(free)} of shared memory are free, and the plan takes {size_text(needed)}"
+        faults.append(f"{room}: make {shared_directory()} larger, or see `moe-ckpt shm`")
+    name_of = f"{place.node} ({domain.host})"
+    found: Row = {"node": place.node, "name": name_of, "rank": place.rank, "domain": domain.node}
     found |= {"address": address, "interface": name or by_route, "files": files, "free": free, "faults": faults}
     return found | {"versions": own_versions() | {"python": platform.python_version(), "compiled part": compiled}}
 
 
 def _tried(at: int, nodes: Sequence[Row], storage: Callable[[], Backend] | None, key: str) -> Row:
-    """Return what the first rank of a node finds together with other nodes."""
-    found: Row = {"rank": nodes[at]["rank"], "rate": None, "ahead": 0.0, "storage": None, "faults": nodes[at]["faults"]}
-    steps = [2**power for power in range(len(nodes).bit_length()) if 2**power < len(nodes)]
-    others = [nodes[(at + step) % len(nodes)] for step in steps]
+    """Return what the first rank of a node finds, also together with other nodes."""
+    found, faults = {"rate": None, "ahead": 0.0, "storage": None, **nodes[at]}, list[str](nodes[at]["faults"])
+    others = [nodes[(at + 2**power) % len(nodes)] for power in range((len(nodes) - 1).bit_length())]
     for each in others:
         try:
             _call(each, b"t")
             found["rate"] = _call(each, b"b") if each is others[0] else found["rate"]
         except OSError as error:  # noqa: PERF203  # every other one is tried
-            hint = "" if each["address"] else f", as its host name leads nowhere else: set {INTERFACE} there"
-            where = each["address"] or "a loopback address"
-            found["faults"].append(f"does not reach node {each['name']} at {where}{hint} ({error})")
+            where = each["address"] or f"127.0.0.1, where its host name leads (set {INTERFACE} there)"
+            faults.append(f"does not reach node {each['name']} at {where}: {error}")
     with contextlib.suppress(OSError):  # a fault of its own
         sent = time.time()
         theirs = _call(nodes[0], b"t")
-        found["ahead"] = (sent + time.time()) / 2 - theirs if at else 0.0
+        found["ahead"] = at and (sent + time.time()) / 2 - theirs
     if abs(found["ahead"]) > _CLOCK_SECONDS:
-        found["faults"].append(f"its clock is {_offset(found['ahead'])} from that of the first node: synchronise it")
+        faults.append(f"its clock is {_offset(found['ahead'])} from that of the first node: synchronise it")
     try:
         if storage is not None:
             with contextlib.closing(storage()) as backend:
-                began, made = time.monotonic(), True
-                try:
-                    backend.create(key, str(at).encode())
-                except KeyExists:
-                    made = False
-                found["storage"] = [
-                    made,
-                    backend.get(key).decode(),
-                    backend.creates_exclusively,
-                    time.monotonic() - began,
-                ]
+                found["storage"] = _tried_storage(backend, key, str(at))
     except CheckpointError as error:
-        found["faults"].append(f"storage: {error}")
-    return found
+        faults.append(f"storage: {error}")
+    return found | {"faults": faults}
 
 
-def _judged(
-    ranks: Sequence[Row], rows: Sequence[Row], silent: Sequence[int], world_size: int, seconds: float
-) -> Answer:
+def _tried_storage(backend: Backend, key: str, own: str) -> Row:
+    """Return whether this node has made a key that all try to make at once, and what the key holds."""
+    began, made = time.monotonic(), True
+    try:
+        backend.create(key, own.encode())
+    except KeyExists:
+        made = False
+    holds = backend.get(key).decode()
+    return {"made": made, "holds": holds, "fenced": backend.creates_exclusively, "seconds": time.monotonic() - began}
+
+
+def _judged(ranks: Sequence[Row], rows: Sequence[Row], silent: Sequence[int], seconds: float) -> Answer:
     """Return a row per node, and in sentences what is wrong, with the name of the node."""
     faults = [(row["name"], fault) for row in rows for fault in row["faults"]]
-    if silent:
-        faults.append(("", f"no answer in time from ranks {', '.join(map(str, silent))}: see whether they run"))
-    nodes_of, others = (
-        defaultdict[str, set[str]](set),
-        [each for each in ranks if each["versions"] != ranks[0]["versions"]],
-    )
+    faults += [("", f"no answer in time from ranks {', '.join(map(str, silent))}: see whether they run")] * bool(silent)
+    nodes_of, expected = defaultdict[str, set[str]](set), ranks[0]["versions"]
     for each in ranks:
         nodes_of[each["domain"]].add(each["name"])
-    for each in {each["name"]: each for each in others}.values():
-        pairs = [(a["versions"], b["versions"]) for a, b in ((each, ranks[0]), (ranks[0], each))]
+    for each in {each["name"]: each for each in ranks if each["versions"] != expected}.values():
+        pairs = ((each["versions"], expected), (expected, each["versions"]))
         here, there = (in_words({name: said for name, said in a.items() if said != b.get(name)}) for a, b in pairs)
-        faults.append(
-            (each["name"], f"rank {each['rank']} has {here}, and rank 0 {there}: install the same everywhere")
-        )
-    for names in nodes_of.values():
-        alike = f"are one machine to copies ({', '.join(sorted(names))}), which then protect nothing: set MOE_CKPT_NODE if they are several"
-        faults += [(max(names), f"these {alike}")] if len(names) > 1 else []
+        faults.append((each["name"], f"rank {each['rank']} has {here}, rank 0 {there}: install the same everywhere"))
+    for names in (sorted(names) for names in nodes_of.values() if len(names) > 1):
+        alike = "is one machine with others to copies, which protect nothing then: set MOE_CKPT_NODE if it is another"
+        faults += [(name, f"{alike} than {names[0]}") for name in names[1:]]
     rates = [row["rate"] for row in rows if row["rate"] is not None]
+    usual, kept = median(rates or [0.0]), [row for row in rows if row["storage"]]
     for row in rows:
-        if row["rate"] is not None and row["rate"] < _SLOW * median(rates):
+        if row["rate"] is not None and row["rate"] < _SLOW * usual:
             faults.append(
-                (row["name"], f"sends {rate_text(row['rate'])}, half of all nodes {rate_text(median(rates))} or more")
+                (row["name"], f"sends {rate_text(row['rate'])}, half of all nodes {rate_text(usual)} or more")
             )
-    kept = [row["storage"] for row in rows if row["storage"]]
-    if not all(exclusive for _, _, exclusive, _ in kept):
+    made = [row["name"] for row in kept if row["storage"]["made"]]
+    if not all(row["storage"]["fenced"] for row in kept):
         faults.append(("", "storage ignores the condition of a create: `moe-ckpt doctor URL` says what that means"))
-    elif kept and (sum(made for made, *_ in kept) != 1 or len({holds for _, holds, *_ in kept}) != 1):
-        made = ", ".join(row["name"] for row in rows if row["storage"] and row["storage"][0])
-        faults.append(
-            (
-                made,
-                "each was told that it made a key which all tried to make at once: they do not have the same storage",
-            )
-        )
+    elif kept and (len(made) != 1 or len({row["storage"]["holds"] for row in kept}) > 1):
+        faults += [
+            (name, f"has made a key in storage that node {made[0]} has, too: it is not one") for name in made[1:]
+        ]
     for row in rows:
         row["ranks"] = [each["rank"] for each in ranks if each["node"] == row["node"]]
-        row["good"] = not any(row["name"] in name for name, _ in faults)
-    told = [{"node": name, "fault": fault} for name, fault in faults]
-    return Answer(
-        {"nodes": rows, "faults": told, "silent": silent, "seconds": seconds},
-        lambda: _tables(rows, faults, world_size, seconds),
-        bool(told),
-    )
+        row["good"] = row["name"] not in {name for name, _ in faults}
+    document = {"nodes": rows, "faults": [{"node": name, "fault": fault} for name, fault in faults], "silent": silent}
+    return Answer(document | {"seconds": seconds}, lambda: _tables(rows, faults, seconds), int(bool(faults)))
 
 
-def _tables(
-    rows: Sequence[Row], faults: Sequence[tuple[str, str]], world_size: int, seconds: float
-) -> list[RenderableType]:
-    titles = ("node", "ranks", "address", "clock", "descriptors", "shared memory", "sends", "storage", "state")
-    table = plain_table(*titles, right=titles[3:8])
+def _tables(rows: Sequence[Row], faults: Sequence[tuple[str, str]], seconds: float) -> list[RenderableType]:
+    table = plain_table(*_TITLES, right=_TITLES[3:8])
     for row in rows:
         first, last, storage = row["ranks"][0], row["ranks"][-1], row["storage"]
-        ranks, address = (
-            f"{first}-{last}" if last > first else str(first),
-            f"{row['address']} {row['interface']}".strip(),
-        )
-        rate = "-" if row["rate"] is None else rate_text(row["rate"])
-        cells = (_offset(row["ahead"]), str(row["files"]), size_text(row["free"]), rate)
-        table.add_row(
-            row["name"],
-            ranks,
-            address or "loopback",
-            *cells,
-            _offset(storage[3])[1:] if storage else "-",
-            "good" if row["good"] else "BAD",
-        )
+        ranks = f"{first}-{last}" if last > first else str(first)
+        address = f"{row['address'] or '127.0.0.1'} {row['interface']}".strip()
+        rate, asked = row["rate"] and rate_text(row["rate"]), storage and _offset(storage["seconds"])[1:]
+        cells = (_offset(row["ahead"]), str(row["files"]), size_text(row["free"]), rate or "-", asked or "-")
+        table.add_row(row["name"], ranks, address, *cells, "good" if row["good"] else "BAD")
     said = [f"{f'node {name}: ' if name else ''}{fault}" for name, fault in faults]
     count = sum(len(row["ranks"]) for row in rows)
-    return [
-        table,
-        *said,
-        f"{'NOT GOOD' if said else 'good'}: {count} of {world_size} ranks on {len(rows)} nodes, {seconds:.1f} s",
-    ]
+    return [table, *said, f"{'NOT GOOD' if said else 'good'}: {count} ranks on {len(rows)} nodes, in {seconds:.1f} s"]
 
 
 def _offset(seconds: float) -> str:

@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import signal
+import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 from rich.text import Text
+from torch.distributed import DistError  # type: ignore[attr-defined]  # exported at run time only
 
 from lightning_moe_ckpt import policies
 from lightning_moe_ckpt._units import rate_text, size_text
@@ -309,22 +311,7 @@ def doctor(
 ) -> int:
     """Show the compiled parts in use, whether checkpoints are safe at a URL, or the nodes of a job, of which this is a rank."""
     if cluster:
-        try:
-            needed = 0 if plan is None else min(json.loads(plan.read_text())["node"].values())
-            options, patience = dict(storage_option), wait / 2
-            storage = None if url is None else lambda: open_backend(url, storage_options=options, patience=patience)
-            place = Place.from_environment()
-            answer = examine_cluster(place, storage, needed, wait.total_seconds())
-        except (OSError, LookupError, ValueError) as error:
-            return _fail(
-                "",
-                CheckpointError(f"`--plan {plan}` is not what `moe-ckpt plan --json` writes: {error!r}"),
-                {},
-                as_json=as_json,
-            )
-        except CheckpointError as error:
-            return _fail("", error, {}, as_json=as_json)
-        return answer.status if place.rank else _show(answer, as_json=as_json)
+        return _cluster(url, plan, wait, dict(storage_option), as_json=as_json)
     if url is None:
         findings = examine()
         rows = {"findings": [dataclasses.asdict(finding) for finding in findings]}
@@ -337,6 +324,23 @@ def doctor(
     document: dict[str, Any] = {**dataclasses.asdict(found), "verdict": found.verdict, "meaning": found.meaning}
     status = 0 if found.verdict == "fenced" else 1
     return _show(Answer(document, lambda: [_states(found.checks), found.meaning], status), as_json=as_json)
+
+
+def _cluster(url: str | None, plan: Path | None, wait: timedelta, options: dict[str, object], *, as_json: bool) -> int:
+    storage = None if url is None else lambda: open_backend(url, storage_options=options, patience=wait / 2)
+    try:
+        place, needed = Place.from_environment(), plan and min(json.loads(plan.read_text())["node"].values())
+        answer = examine_cluster(place, storage, needed or 0, wait.total_seconds())
+    except (OSError, LookupError, TypeError, ValueError) as error:
+        reason = f"`--plan {plan}` is not what `moe-ckpt plan --json` writes: {error!r}"
+        return _fail(
+            "", error if isinstance(error, CheckpointError) else ConfigurationError(reason), {}, as_json=as_json
+        )
+    except DistError:
+        own, where = f"rank {place.rank} on node {place.node} ({socket.gethostname()})", f"{place.host}:{place.port}"
+        reason = f"{own} has no answer of rank 0 at {where} in time. See whether rank 0 runs, and whether this node reaches that address."
+        return _fail("", CheckpointError(reason), {}, as_json=as_json)
+    return answer.status if place.rank else _show(answer, as_json=as_json)
 
 
 def _show_progress(check: str) -> None:

@@ -306,6 +306,8 @@ class SupervisingAgent(LocalElasticAgent):
             self._join = max(self._join, _Join.ONCE)
             if member.rank == 0 and self._rounds == 1:
                 self._options.say(f"if a rank fails, all ranks are started anew: {message['cannot_rejoin']}")
+        elif "over" in message:
+            self._now.append("over", why=f"rank {member.rank} {message['over']}")
         elif "leaves" in message:
             self._options.left[message["url"]] = message
         elif message["arrived"] == self._incarnation:

@@ -21,6 +21,7 @@ A supervisor and a rank of its node exchange lines of JSON over a socket, and ma
     rank -> supervisor    {"arrived": incarnation}
                           {"called_off": incarnation, "why": ...}                           it is to end, and nobody has
                           {"cannot_rejoin": why}                                            ranks start together or not at all
+                          {"over": why}                                                     the job is to end
                           {"leaves": prefix of files, "url": ..., "storage_option": ...}    memory that the job's end must not lose
     supervisor -> rank    {"place": environment, "incarnation": ..., "replacement": ...}    first, with the page
                           {"failed": incarnation, "rank": ..., "why": ...}
@@ -210,6 +211,15 @@ class Supervised:
     def cannot_rejoin(self, why: str) -> None:
         """Let the supervisor start all ranks anew when one fails: this one cannot join others in new process groups."""
         self._connection.sendall(encode({"cannot_rejoin": why}))
+
+    def end_job(self, why: str) -> None:
+        """Let the supervisors end the job instead of starting ranks again, unless a failure ends this incarnation anyway.
+
+        Args:
+            why: predicate of a sentence about this rank, for messages.
+        """
+        if not self.failed:
+            self._connection.sendall(encode({"over": why}))
 
     def leaves(self, memory: str, url: str, storage_options: Mapping[str, Any] | None) -> None:
         """Let the supervisor store what the run at `url` has in files that begin with `memory`, if the job ends in failure."""

@@ -24,6 +24,7 @@ from datetime import timedelta
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import CheckpointError, Fenced
+from lightning_moe_ckpt.launch import Supervised
 from lightning_moe_ckpt.planning import LedgerKeeper
 from lightning_moe_ckpt.recovery import RestoreSource
 from lightning_moe_ckpt.session._pacing import Governor, StepKind
@@ -424,6 +425,8 @@ def report_failures(tiers: Tiers, not_taken: list[str], url: str) -> None:
     while not_taken:
         log.error("a checkpoint was not taken; training goes on: %s", not_taken.pop(0))
     if fenced:
+        if (supervised := Supervised.from_environment()) is not None:
+            supervised.end_job("found that a later start of the run has taken over")  # to start again would take it back
         raise Fenced(
             f"{url}: a later start of this run has taken over, nothing of this process is stored any more. Stop this "
             "process, or give one of the two jobs another URL."
