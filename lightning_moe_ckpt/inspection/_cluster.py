@@ -253,13 +253,14 @@ def _judged(ranks: Sequence[Row], rows: Sequence[Row], silent: Sequence[int], se
     for names in (sorted(names) for names in nodes_of.values() if len(names) > 1):
         alike = "is one machine with others to copies, which protect nothing then: set MOE_CKPT_NODE if it is another"
         faults += [(name, f"{alike} than {names[0]}") for name in names[1:]]
-    rates = [row["rate"] for row in rows if row["rate"] is not None]
-    usual, kept = median(rates or [0.0]), [row for row in rows if row["storage"]]
-    for row in rows:
-        if row["rate"] is not None and row["rate"] < _SLOW * usual:
-            faults.append(
-                (row["name"], f"sends {rate_text(row['rate'])}, half of all nodes {rate_text(usual)} or more")
-            )
+    sent, kept = [row["rate"] or 0.0 for row in rows], [row for row in rows if row["storage"]]
+    rates = [
+        max(rate, sent[at - 1]) for at, rate in enumerate(sent)
+    ]  # by a node, and to it: one may be the other's fault
+    for row, rate in zip(rows, rates, strict=True):
+        if rate < _SLOW * median(rates):
+            most = rate_text(median(rates))
+            faults.append((row["name"], f"has {rate_text(rate)} at most, half of all nodes {most} or more"))
     made = [row["name"] for row in kept if row["storage"]["made"]]
     if not all(row["storage"]["fenced"] for row in kept):
         faults.append(("", "storage ignores the condition of a create: `moe-ckpt doctor URL` says what that means"))
