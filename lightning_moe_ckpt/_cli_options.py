@@ -149,10 +149,8 @@ objects, leftovers), and say whether they are safe. Objects are written under UR
 interrupted; a run that is stored there is not touched. Exit status: 0 fenced, that is safe whatever happens; 1 unfenced
 or unsafe, and the last line says which and what that means; 2 nothing can be written there.
 
-With --cluster every rank of a job runs it before the training, under torchrun, srun or `moe-ckpt run`: versions, clocks, descriptors,
-shared memory, whether nodes are told apart, reach each other, and how fast, and with URL whether all have one storage with
-exclusive creates. Rank 0 shows a row per node, and names what is bad. Exit status of all ranks: 0 good; 1 a node is bad, or a rank
-does not answer; 2 no job, or no answer of rank 0."""
+With --cluster every rank of a job runs it before the training, under torchrun, srun or `moe-ckpt run`. Rank 0 shows a row per node, and
+names what is bad: clocks, versions, limits, memory, network, storage at URL. Exit status of all ranks: 0 good, 1 bad, 2 no answer."""
 
 SHM = """\
 List what runs have in shared memory of this node (/dev/shm/moe-ckpt-*): run, rank, newest

@@ -1,6 +1,6 @@
 """The files for SLURM and Kubernetes in the pages are such as these would take, as far as that shows without a cluster.
 
-Options are those of `man sbatch` and `man srun` of SLURM 25.05. Fields and kinds are those of Kubernetes 1.37, taken from its OpenAPI
+Options of sbatch and srun are those of SLURM 26.11.0rc1, from `src/common/slurm_opt.c` at 284c3b95f08a. Fields and kinds are those of Kubernetes 1.37, taken from its OpenAPI
 description as published in kubernetes-validate 1.37.0 (Apache License 2.0), without what no file of ours comes to.
 """
 
@@ -27,20 +27,26 @@ SCHEMA: dict[str, Any] = json.loads((Path(__file__).parent / "apart" / "kubernet
 KINDS: dict[str, type | tuple[type, ...]] = {
     "string": str, "integer": int, "number": (int, float), "boolean": bool, "object": dict, "array": list,
 }  # fmt: skip
-BOTH = """account bb bbf begin chdir clusters comment constraint container container-id contiguous core-spec cores-per-socket
-cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot dependency distribution error exclude exclusive export extra extra-node-info
-gid gpu-bind gpu-freq gpus gpus-per-node gpus-per-socket gpus-per-task gres gres-flags hint hold immediate input job-name
-kill-on-invalid-dep licenses mail-type mail-user mem mem-bind mem-per-cpu mem-per-gpu mincpus network nice no-kill nodefile nodelist
-nodes ntasks ntasks-per-core ntasks-per-gpu ntasks-per-node ntasks-per-socket open-mode output overcommit oversubscribe partition power
-prefer priority profile propagate qos quiet reboot reservation signal sockets-per-node spread-job stepmgr switches thread-spec
-threads-per-core time time-min tmp tres-bind tres-per-task uid usage use-min-nodes verbose wait-all-nodes wckey"""
-SBATCH = {*BOTH.split(), *["array", "batch", "cluster-constraint", "export-file", "get-user-env", "ignore-pbs", "no-requeue", "parsable", "requeue", "resv-ports", "segment", "test-only", "wait", "wrap"]}  # fmt: skip
-SRUN = {*BOTH.split(), *["accel-bind", "cpu-bind", "exact", "het-group", "jobid", "kill-on-bad-exit", "label", "mpi", "multi-prog", "no-allocate", "overlap", "pty", "relative", "resv-ports", "task-epilog", "task-prolog", "unbuffered", "wait"]}  # fmt: skip
+BOTH = """account acctg-freq autocomplete bb bbf begin chdir cluster cluster-constraint clusters comment consolidate-segments constraint
+container container-id context contiguous core-spec cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot
+dependency distribution error exclude exclusive export extra extra-node-info gpu-bind gpu-freq gpus gpus-per-node
+gpus-per-socket gpus-per-task gres gres-flags help hint hold input job-name licenses mail-type mail-user mcs-label mem mem-bind
+mem-per-cpu mem-per-gpu mem-update mincpus network nice no-kill nodefile nodelist nodes ntasks ntasks-per-core ntasks-per-gpu
+ntasks-per-node ntasks-per-socket ntasks-per-tres oom-kill-step open-mode output overcommit oversubscribe parsable partition
+prefer priority profile propagate qos quiet reboot reservation resources resv-ports runtime segment signal sockets-per-node
+spread-job spread-segments stepmgr switches tasks-per-node test-only thread-spec threads-per-core time time-min tmp tres-bind
+tres-per-task usage use-min-nodes verbose version wait wckey"""
+SBATCH = """array batch export-file external get-user-env gid ignore-pbs kill-on-invalid-dep no-requeue requeue uid wait-all-nodes wrap"""
+SRUN = """accel-bind async bcast bcast-exclude compress cpu-bind cpu_bind debugger-test disable-status epilog exact external-launcher
+het-group ignore-signals immediate interactive jobid kill-on-bad-exit label mpi msg-timeout multi-prog no-allocate overlap
+pack-group preserve-env prolog pty quit-on-interrupt relative send-libs slurmd-debug task-epilog task-prolog threads treewidth
+unbuffered wait-for-children whole x11"""
 
 
-def unknown_options(line: str, known: set[str]) -> list[str]:
+def unknown_options(line: str, of_one: str) -> list[str]:
     """Return the long options of a line that there are not; all of ours are long."""
     words = [word for word in shlex.split(line) if word.startswith("-")]
+    known = {*BOTH.split(), *of_one.split()}
     return [word for word in words if word.partition("=")[0].removeprefix("--") not in known]
 
 

@@ -13,7 +13,6 @@ import importlib
 import json
 import os
 import signal
-import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +25,6 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 from rich.text import Text
-from torch.distributed import DistError  # type: ignore[attr-defined]  # exported at run time only
 
 from lightning_moe_ckpt import policies
 from lightning_moe_ckpt._units import rate_text, size_text
@@ -47,7 +45,7 @@ from lightning_moe_ckpt.inspection._answers import (
     repair_tables,
     select,
 )
-from lightning_moe_ckpt.inspection._cluster import Place, examine_cluster
+from lightning_moe_ckpt.inspection._cluster import examine_cluster
 from lightning_moe_ckpt.inspection._conformance import Check, examine_url
 from lightning_moe_ckpt.inspection._export import ExportOptions
 from lightning_moe_ckpt.inspection._export import export as write_files
@@ -300,18 +298,11 @@ def report(backend: Backend, *, out: Path, force: bool) -> Answer:
     return write_page(RunView.open(backend), out, force=force)
 
 
-def doctor(
-    *,
-    url: str | None,
-    as_json: bool,
-    storage_option: Sequence[tuple[str, object]],
-    cluster: bool,
-    plan: Path | None,
-    wait: timedelta,
-) -> int:
-    """Show the compiled parts in use, whether checkpoints are safe at a URL, or the nodes of a job, of which this is a rank."""
-    if cluster:
-        return _cluster(url, plan, wait, dict(storage_option), as_json=as_json)
+def doctor(*, url: str | None, as_json: bool, storage_option: Sequence[tuple[str, object]], **job: Any) -> int:
+    """Show the compiled parts in use, whether checkpoints are safe at a URL, or the nodes of this rank's job."""
+    if job.pop("cluster"):
+        first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+        return cluster(place=url, options=dict(storage_option), as_json=as_json and first, **job)
     if url is None:
         findings = examine()
         rows = {"findings": [dataclasses.asdict(finding) for finding in findings]}
@@ -326,21 +317,11 @@ def doctor(
     return _show(Answer(document, lambda: [_states(found.checks), found.meaning], status), as_json=as_json)
 
 
-def _cluster(url: str | None, plan: Path | None, wait: timedelta, options: dict[str, object], *, as_json: bool) -> int:
-    storage = None if url is None else lambda: open_backend(url, storage_options=options, patience=wait / 2)
-    try:
-        place, needed = Place.from_environment(), plan and min(json.loads(plan.read_text())["node"].values())
-        answer = examine_cluster(place, storage, needed or 0, wait.total_seconds())
-    except (OSError, LookupError, TypeError, ValueError) as error:
-        reason = f"`--plan {plan}` is not what `moe-ckpt plan --json` writes: {error!r}"
-        return _fail(
-            "", error if isinstance(error, CheckpointError) else ConfigurationError(reason), {}, as_json=as_json
-        )
-    except DistError:
-        own, where = f"rank {place.rank} on node {place.node} ({socket.gethostname()})", f"{place.host}:{place.port}"
-        reason = f"{own} has no answer of rank 0 at {where} in time. See whether rank 0 runs, and whether this node reaches that address."
-        return _fail("", CheckpointError(reason), {}, as_json=as_json)
-    return answer.status if place.rank else _show(answer, as_json=as_json)
+@_of_run
+def cluster(*, place: str | None, options: dict[str, object], plan: Path | None, wait: timedelta) -> Answer:
+    """Examine the nodes of a job."""
+    storage = None if place is None else lambda: open_backend(place, storage_options=options, patience=wait / 2)
+    return examine_cluster(storage, plan, wait.total_seconds())
 
 
 def _show_progress(check: str) -> None:

@@ -1,11 +1,10 @@
-"""Connections between nodes: the address by which others reach this one, and the end of connections that fall silent.
+"""Connections between nodes: this node's address for others, and the end of connections that fall silent.
 
-A cut cable resets no connection. Who waits for an answer then waits for ever, and who sends for a quarter of an hour. So
-connections get limits of the kernel: probes while nothing is sent (`SO_KEEPALIVE`), and `TCP_USER_TIMEOUT` for sent bytes.
-A process that is stopped, or computes, still answers probes: its kernel does.
+A cut cable resets no connection: a receiver waits for ever, and a sender for a quarter of an hour. So connections get limits of the
+kernel: probes while nothing is sent (`SO_KEEPALIVE`), and `TCP_USER_TIMEOUT` for sent bytes. A stopped process still answers probes.
 
-gloo and torch's rendezvous take the address of this node's host name. Where that is a loopback address, as Debian writes it
-into `/etc/hosts`, or none, other nodes do not come through, and the address towards the first node takes its place.
+gloo and torch's rendezvous take the address of this node's host name. Where it is a loopback address, as Debian writes it into
+`/etc/hosts`, or none, other nodes do not come through, and the address towards the first node takes its place.
 """
 
 from __future__ import annotations
@@ -23,12 +22,10 @@ from pathlib import Path
 INTERFACE = "GLOO_SOCKET_IFNAME"
 """Environment variable with the interface that gloo uses."""
 _DESCRIPTORS = Path("/proc/self/fd")
-_UNCONNECTED, _LISTENING = 7, 10
-"""States of a socket, as in the kernel's `tcp_states.h`."""
-_GET_ADDRESS = 0x8915
-"""SIOCGIFADDR."""
+_UNCONNECTED, _LISTENING, _GET_ADDRESS = 7, 10, 0x8915
+"""States of a socket, as in the kernel's `tcp_states.h`, and `SIOCGIFADDR`."""
 _PROBES = 3
-"""Probes in the time of silence."""
+"""Number of probes in the time of silence."""
 
 
 def tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
@@ -55,40 +52,38 @@ def is_connected(each: socket.socket) -> bool:
 
 def limit_silence(seconds: float, *, but: Collection[int] = ()) -> None:
     """End TCP connections of this process once the other side's kernel is silent for so long; not those of the inodes `but`."""
+    pause, tcp = max(1, int(seconds / _PROBES)), socket.IPPROTO_TCP
+    options = {socket.TCP_KEEPIDLE: pause, socket.TCP_KEEPINTVL: pause, socket.TCP_USER_TIMEOUT: int(1000 * seconds)}
     for inode, each in tcp_sockets():
         if inode not in but and is_connected(each):
-            pause = max(1, int(seconds / _PROBES))
             each.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause)
-            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause)
-            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
-            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds))
+            for option, value in options.items():
+                each.setsockopt(tcp, option, value)
 
 
 def address_towards(host: str) -> tuple[str, str]:
-    """Return this node's address, and its interface if `host` has to decide, empty if the host name does.
+    """Return this node's address, or two empty texts if it has none that other nodes could reach.
 
-    Both are empty if `host` has no address, or is this node's own loopback.
+    The second value is an interface, if the way to `host` has to decide because the host name leads nowhere; else empty.
     """
     with suppress(OSError):
-        own = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0]
-        if not str(own).startswith("127.") and own != "::1":
-            return str(own), ""
+        own = str(socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0])
+        if not own.startswith("127.") and own != "::1":
+            return own, ""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # nothing is sent
         own = probe.getsockname()[0]
-        for _, name in [] if own.startswith("127.") else socket.if_nameindex():
-            with suppress(OSError):  # an interface without an address
-                if address_of_interface(name) == own:
-                    return own, name
+        for _, name in socket.if_nameindex():
+            if address_of_interface(name) == own and not own.startswith("127."):
+                return own, name
     return "", ""
 
 
 def address_of_interface(name: str) -> str:
-    """Return the IPv4 address of an interface. Raises `OSError` if it has none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        found = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, struct.pack("256s", name[:15].encode()))
-    return socket.inet_ntoa(found[20:24])
+    """Return the IPv4 address of an interface; empty if it has none."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        return socket.inet_ntoa(fcntl.ioctl(probe, _GET_ADDRESS, struct.pack("256s", name[:15].encode()))[20:24])
+    return ""
 
 
 def choose_interface() -> None:

@@ -52,7 +52,7 @@ import torch.distributed as dist
 from typing_extensions import Self
 
 from lightning_moe_ckpt._logging import rank_logger
-from lightning_moe_ckpt.launch._network import is_connected, limit_silence, tcp_sockets
+from lightning_moe_ckpt.launch._network import choose_interface, is_connected, limit_silence, tcp_sockets
 
 _DESCRIPTORS = Path("/proc/self/fd")
 _AGAIN_SECONDS = 0.005
@@ -68,7 +68,7 @@ _FOR_EVER = timedelta(days=1)
 _POINT_TO_POINT = {12, 13, 14}
 """Types of operations whose groups are closed when waiting for them takes too long: another thread waits."""
 _SILENCE_SECONDS = 120.0
-"""Silence of another node's kernel after which operations with it raise."""
+"""Longest silence of another node's kernel; then operations with it raise."""
 
 
 class GroupAbort:
@@ -237,9 +237,12 @@ _LAZY = "TORCH_GLOO_LAZY_INIT"
 def closed_listeners(*, open_ports: Collection[int] = ()) -> Iterator[None]:
     """Close the listening sockets of every gloo group made in this context, on this rank, and limit its connections' silence.
 
+    Groups listen at an address of this node that other nodes reach.
+
     Args:
         open_ports: ports that stay open, such as a store's, which ranks join later.
     """
+    choose_interface()
     before, connected = set(listening()), _connected()
     yield
     limit_silence(_SILENCE_SECONDS, but=connected)

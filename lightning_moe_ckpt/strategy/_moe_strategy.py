@@ -31,7 +31,6 @@ from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 from lightning_moe_ckpt.fit._callbacks import averaged_models
 from lightning_moe_ckpt.fit.loops import _port
 from lightning_moe_ckpt.launch import Supervised
-from lightning_moe_ckpt.launch._network import choose_interface
 from lightning_moe_ckpt.moe import spread_experts
 from lightning_moe_ckpt.operators import is_sharded, whole_of
 from lightning_moe_ckpt.parallel import (
@@ -184,7 +183,6 @@ class MoEStrategy(PipelinedStrategy):
     @override
     def setup_distributed(self) -> None:
         supervised = Supervised.from_environment()
-        choose_interface()
         if supervised is not None and not dist.is_initialized():
             if supervised.replacement:
                 self._require_fit(supervised)

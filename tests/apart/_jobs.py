@@ -46,7 +46,13 @@ def unsupervised(
 
 def _rank(rank: int, size: int, address: str, arguments: Sequence[str]) -> None:
     host, _, port = address.partition(":")
-    place = {"RANK": rank, "WORLD_SIZE": size, "GROUP_RANK": rank, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    place: dict[str, object] = {
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "GROUP_RANK": rank,
+        "LOCAL_RANK": 0,
+        "LOCAL_WORLD_SIZE": 1,
+    }
     place |= {"MASTER_ADDR": host, "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "apart"}
     os.environ.update({name: str(value) for name, value in place.items()})
     sys.argv = [str(TRAINING), *arguments]

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -108,7 +109,7 @@ def test_two_of_three_nodes_go_on_and_the_third_half_commits_nothing(tmp_path: P
     """The one that is cut off finds that others have begun again, though it reaches storage. Plugged in and started, it is let in."""
     (folder / "room").touch()
     with Cluster(tmp_path / "nodes", 3) as cluster:
-        options = {"nnodes": "2:3", "node_timeout": 3.0, "grow_every": 3.0}
+        options: dict[str, Any] = {"nnodes": "2:3", "node_timeout": 3.0, "grow_every": 3.0}
         jobs = [supervised(node, folder, 10_000, **options) for node in cluster.nodes]
         jobs[2].wait_until(
             lambda: begun(jobs[0])[-1:] and begun(jobs[0])[-1][0] == 3, 60
