@@ -310,9 +310,7 @@ _LOOKING = [
         [
             click.Argument(["url"], metavar="[URL]", required=False),
             _flag("--cluster", "Examine the nodes of the job of which this process is a rank."),
-            _option(
-                "--plan", "With --cluster: what `moe-ckpt plan --json` wrote.", "FILE", type=click.Path(path_type=Path)
-            ),
+            _option("--plan", "With --cluster: of `moe-ckpt plan --json`.", "FILE", type=click.Path(path_type=Path)),
             _option("--wait", "With --cluster: time for all ranks to come.", "TIME", type=_time, default="20s"),
             _JSON,
             _STORAGE,

@@ -139,24 +139,25 @@ def examine_cluster(storage: Callable[[], Backend] | None, plan: Path | None, se
     `storage` opens the place of checkpoints, `plan` is a file of `moe-ckpt plan --json`; both may be left out. All ranks have
     `seconds` to come, and all nodes again to try. Raises `CheckpointError` without rank 0, and `ConfigurationError` without a job.
     """
-    place = JobRank.from_environment()
+    place, needed = JobRank.from_environment(), 0
     try:
-        needed = 0 if plan is None else int(min(json.loads(plan.read_text())["node"].values()))
+        needed = needed if plan is None else int(min(json.loads(plan.read_text())["node"].values()))
+    except (OSError, LookupError, TypeError, ValueError) as error:
+        raise ConfigurationError(f"`--plan {plan}` is not what `moe-ckpt plan --json` writes: {error!r}.") from error
+    try:
         return _examine(place, _Board(place, seconds), storage, needed)
     except DistError as error:
         own, where = f"rank {place.rank} on node {place.node} ({socket.gethostname()})", f"{place.host}:{place.port}"
         sees = "See whether rank 0 runs, and whether this node reaches its address."
         raise CheckpointError(f"{own} has no answer of rank 0 at {where} in time. {sees}") from error
-    except (OSError, LookupError, TypeError, ValueError) as error:
-        raise ConfigurationError(f"`--plan {plan}` is not what `moe-ckpt plan --json` writes: {error!r}.") from error
 
 
 def _examine(place: JobRank, board: _Board, storage: Callable[[], Backend] | None, needed: int) -> Answer:
     began, own = time.monotonic(), _found_here(place, needed)
     with contextlib.ExitStack() as stack:
         if place.local_rank == 0:
-            listener = socketserver.ThreadingTCPServer((own["address"] or "127.0.0.1", 0), _Calls)
-            server = stack.enter_context(listener)
+            where = own["address"] or "127.0.0.1"
+            server = stack.enter_context(socketserver.ThreadingTCPServer((where, 0), _Calls))
             threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
             stack.callback(server.shutdown)
             own["port"] = server.server_address[1]

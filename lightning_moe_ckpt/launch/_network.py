@@ -25,7 +25,7 @@ _DESCRIPTORS = Path("/proc/self/fd")
 _UNCONNECTED, _LISTENING, _GET_ADDRESS = 7, 10, 0x8915
 """States of a socket, as in the kernel's `tcp_states.h`, and `SIOCGIFADDR`."""
 _PROBES = 3
-"""Number of probes in the time of silence."""
+"""Number of probes in the time of silence, whose end is `TCP_USER_TIMEOUT` for probes, too."""
 
 
 def tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
@@ -53,12 +53,12 @@ def is_connected(each: socket.socket) -> bool:
 def limit_silence(seconds: float, *, but: Collection[int] = ()) -> None:
     """End TCP connections of this process once the other side's kernel is silent for so long; not those of the inodes `but`."""
     pause, tcp = max(1, int(seconds / _PROBES)), socket.IPPROTO_TCP
-    options = {socket.TCP_KEEPIDLE: pause, socket.TCP_KEEPINTVL: pause, socket.TCP_USER_TIMEOUT: int(1000 * seconds)}
     for inode, each in tcp_sockets():
         if inode not in but and is_connected(each):
             each.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for option, value in options.items():
-                each.setsockopt(tcp, option, value)
+            each.setsockopt(tcp, socket.TCP_KEEPIDLE, pause)
+            each.setsockopt(tcp, socket.TCP_KEEPINTVL, pause)
+            each.setsockopt(tcp, socket.TCP_USER_TIMEOUT, int(1000 * seconds))
 
 
 def address_towards(host: str) -> tuple[str, str]:

@@ -228,3 +228,28 @@ def test_nodes_that_are_really_apart_are_told_apart_and_reach_each_other(tmp_pat
         assert time.monotonic() < began + 15
         assert "no answer in time from ranks 2: see whether they run" in cut[0][1]
         assert "rank 2 on node 2 (node2) has no answer of rank 0 at 10.77.0.1:29500" in cut[2][1]
+
+
+@needs_namespaces
+@pytest.mark.soak  # interpreters that import torch
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("launcher", ["run", "torchrun"])
+def test_launchers_of_several_nodes_start_it(tmp_path: Path, launcher: str) -> None:
+    """Two ranks on each of two nodes, whose host names lead to loopback; torchrun has to be told addresses then."""
+    with Cluster(tmp_path / "nodes", 2, names="own") as cluster:
+        jobs = []
+        for node in cluster.nodes:
+            meeting = "--nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint 10.77.0.1:29400 --rdzv-id a"
+            start = {
+                "run": ["lightning_moe_ckpt", "run", *meeting.split(), "-m", "lightning_moe_ckpt"],
+                "torchrun": [
+                    "torch.distributed.run",
+                    *meeting.split(),
+                    *("--local-addr", node.address, "-m", "lightning_moe_ckpt"),
+                ],
+            }[launcher]
+            jobs.append(node.run(sys.executable, "-m", *start, "doctor", "--cluster", str(tmp_path / "store")))
+        assert [job.wait(90) for job in jobs] == [0, 0], [job.output for job in jobs]
+        told = next(job.output for job in jobs if "good: 4 ranks on 2 nodes" in job.output)
+        assert {line.split()[-1] for line in told.splitlines() if "(node" in line} == {"good"}
+        print(told)
