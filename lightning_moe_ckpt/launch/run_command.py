@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -174,8 +175,7 @@ def _supervisor(arguments: list[str], options: SupervisorOptions, *, limited: bo
             run_id=config.run_id,
             min_nodes=config.min_nodes,
             max_nodes=config.max_nodes,
-            local_addr=config.local_addr or _own_address(config) or None,
-            **meeting,
+            **_own_address(config) | meeting,
         )
         limit = 2 * float(meeting.get("read_timeout", _READ_SECONDS))
         handler = _met(lambda: registry.get_rendezvous_handler(rendezvous), config.rdzv_endpoint, limit)
@@ -218,10 +218,12 @@ def _supervisor(arguments: list[str], options: SupervisorOptions, *, limited: bo
     )
 
 
-def _own_address(config: LaunchConfig) -> str:
-    """Return this node's address if other nodes do not find it by its host name, else an empty text."""
-    own, interface = address_towards(config.rdzv_endpoint.rpartition(":")[0].strip("[]"))
-    return own if interface else ""
+def _own_address(config: LaunchConfig) -> dict[str, Any]:
+    """Return torch's settings for this node's address, and whether nodes meet here where its host name does not say so."""
+    host = config.rdzv_endpoint.rpartition(":")[0].strip("[]")
+    own, interface = address_towards(host)
+    is_host = {"is_host": own == socket.gethostbyname(host)} if interface else {}
+    return {"local_addr": config.local_addr or own if interface else config.local_addr, **is_host}
 
 
 def _limits(config: LaunchConfig, options: SupervisorOptions) -> dict[str, int]:

@@ -245,7 +245,8 @@ def test_launchers_of_several_nodes_start_it(tmp_path: Path, launcher: str) -> N
                 "torchrun": [
                     "torch.distributed.run",
                     *meeting.split(),
-                    *("--local-addr", node.address, "-m", "lightning_moe_ckpt"),
+                    *("--local-addr", node.address, "--rdzv-conf", f"is_host={node is cluster.nodes[0]}"),
+                    *("-m", "lightning_moe_ckpt"),
                 ],
             }[launcher]
             jobs.append(node.run(sys.executable, "-m", *start, "doctor", "--cluster", str(tmp_path / "store")))
