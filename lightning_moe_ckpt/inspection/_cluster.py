@@ -240,8 +240,8 @@ def _judged(ranks: Sequence[Row], rows: Sequence[Row], silent: Sequence[int], se
         nodes_of[each["domain"]].add(each["name"])
         if each["versions"] != expected:
             pairs = ((each["versions"], expected), (expected, each["versions"]))
-            here, there = (in_words({name: said for name, said in a.items() if said != b.get(name)}) for a, b in pairs)
-            faults.append((each["name"], f"has {here}, and rank 0 {there}: install the same everywhere"))
+            own, first = (in_words({name: said for name, said in a.items() if said != b.get(name)}) for a, b in pairs)
+            faults.append((each["name"], f"has {own}, and rank 0 {first}: install the same everywhere"))
     for names in (sorted(names) for names in nodes_of.values() if len(names) > 1):
         alike = f"is one machine with node {names[0]} to copies, which protect nothing then: set MOE_CKPT_NODE"
         faults += [(name, f"{alike} if these are two") for name in names[1:]]
