@@ -39,12 +39,10 @@ from lightning_moe_ckpt.native import explain
 from lightning_moe_ckpt.storage import Backend
 from lightning_moe_ckpt.tiers import shared_directory, this_domain
 
-_PEER_SECONDS, _MEASURE_SECONDS = 3.0, 0.5
-"""Limit for an answer of another node, and time of a bandwidth's measurement."""
-_CLOCK_SECONDS, _SLOW = 5.0, 0.3
-"""Most difference of two clocks, and a slow node's share of the median bandwidth."""
-_OTHER_FILES, _RANK_FILES = 256, 8
-"""Descriptors of a training's rank, and those for each other rank in process groups."""
+_PEER_SECONDS, _MEASURE_SECONDS, _CLOCK_SECONDS = 3.0, 0.5, 5.0
+"""Limit for an answer of another node, time of a bandwidth's measurement, and most difference of two clocks."""
+_SLOW, _OTHER_FILES, _RANK_FILES = 0.3, 256, 8
+"""Slow node's share of the median bandwidth; descriptors of a training's rank, and for each other rank in process groups."""
 _NUMBER = struct.Struct("d")
 _FOUND = ("node", "name", "rank", "domain", "files", "free", "faults", "versions", "address", "interface")
 _TITLES = ("node", "ranks", "address", "clock", "descriptors", "shared memory", "sends", "storage", "state")
@@ -139,9 +137,9 @@ def examine_cluster(storage: Callable[[], Backend] | None, plan: Path | None, se
     `storage` opens the place of checkpoints, `plan` is a file of `moe-ckpt plan --json`; both may be left out. All ranks have
     `seconds` to come, and all nodes again to try. Raises `CheckpointError` without rank 0, and `ConfigurationError` without a job.
     """
-    place, needed = JobRank.from_environment(), 0
+    place = JobRank.from_environment()
     try:
-        needed = needed if plan is None else int(min(json.loads(plan.read_text())["node"].values()))
+        needed = 0 if plan is None else int(min(json.loads(plan.read_text())["node"].values()))
     except (OSError, LookupError, TypeError, ValueError) as error:
         raise ConfigurationError(f"`--plan {plan}` is not what `moe-ckpt plan --json` writes: {error!r}.") from error
     try:

@@ -213,11 +213,7 @@ class Supervised:
         self._connection.sendall(encode({"cannot_rejoin": why}))
 
     def end_job(self, why: str) -> None:
-        """Let the supervisors end the job instead of starting ranks again, unless a failure ends this incarnation anyway.
-
-        Args:
-            why: predicate of a sentence about this rank, for messages.
-        """
+        """Let the supervisors end the job, unless a failure ends this incarnation; `why` is a predicate about this rank."""
         if not self.failed:
             self._connection.sendall(encode({"over": why}))
 

@@ -222,8 +222,8 @@ def _own_address(config: LaunchConfig) -> dict[str, Any]:
     """Return torch's settings for this node's address, and whether nodes meet here where its host name does not say so."""
     host = config.rdzv_endpoint.rpartition(":")[0].strip("[]")
     own, interface = address_towards(host)
-    is_host = {"is_host": own == socket.gethostbyname(host)} if interface else {}
-    return {"local_addr": config.local_addr or own if interface else config.local_addr, **is_host}
+    found = {"local_addr": own, "is_host": own == socket.gethostbyname(host)} if interface else {}
+    return found | ({"local_addr": config.local_addr} if config.local_addr else {})
 
 
 def _limits(config: LaunchConfig, options: SupervisorOptions) -> dict[str, int]:

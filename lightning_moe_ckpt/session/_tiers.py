@@ -426,9 +426,7 @@ def report_failures(tiers: Tiers, not_taken: list[str], url: str) -> None:
         log.error("a checkpoint was not taken; training goes on: %s", not_taken.pop(0))
     if fenced:
         if (supervised := Supervised.from_environment()) is not None:
-            supervised.end_job(
-                "found that a later start of the run has taken over"
-            )  # to start again would take it back
+            supervised.end_job("found that a later start of the run has taken over")  # else it would take it back
         raise Fenced(
             f"{url}: a later start of this run has taken over, nothing of this process is stored any more. Stop this "
             "process, or give one of the two jobs another URL."
