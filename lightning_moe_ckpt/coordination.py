@@ -169,7 +169,7 @@ class Exchange:
         return [decode(each) for each, _ in found]
 
     def gather_distinct(self, value: object) -> list[Any]:
-        """Return all values that ranks say, that of the first rank first; the same list on all ranks."""
+        """Return all ranks' values, rank 0's first and possibly each once; the same list on all ranks."""
         if not self._is_sparse:
             return self.gather_values(value)
         return list(map(decode, self._take(uniting, encode(value))))
@@ -182,7 +182,7 @@ class Exchange:
         return torch.frombuffer(bytearray(total), dtype=torch.int64).view(own.shape)
 
     def route(self, messages: Sequence[tuple[int, object]]) -> list[tuple[int, Any]]:
-        """Send values to single ranks; return those for this rank, each behind its sender, in the order of senders. Collective."""
+        """Send values to single ranks; return this rank's, each behind its sender, in the order of senders. Collective."""
         if not self._is_sparse:
             said = cast("list[list[list[Any]]]", self.gather_values([[to, value] for to, value in messages]))
             return [(sender, value) for sender, row in enumerate(said) for to, value in row if to == self.rank]
@@ -227,7 +227,7 @@ class Exchange:
 
 
 def _taken(steps: Steps[T], ranks: Sequence[int], group: dist.ProcessGroup | None) -> T:
-    """Take an exchange's steps, whose peers are places in `ranks`; return the result."""
+    """Take an exchange's steps; its peers are places in `ranks`. Return the result."""
     sent, message = list[Sent](), cast("Any", None)
     while True:
         try:
@@ -272,7 +272,7 @@ def summing(rank: int, size: int, payload: bytes) -> Steps[bytes]:
 
 
 def routing(rank: int, size: int, messages: bytes) -> Steps[list[bytes]]:
-    """Send packed rows, which begin with receiver and sender; return those for this rank, in the order of senders."""
+    """Send packed rows, each behind its receiver and sender; return this rank's, in the order of senders."""
 
     def below(top: int, rows: Sequence[tuple[int, bytes]]) -> list[bytes]:
         return [row for to, row in rows if top <= to < top + (top & -top or size)]

@@ -33,7 +33,7 @@ from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 from lightning_moe_ckpt.parallel._gloo import closed_listeners
 
 MESH_RANKS = 8
-"""Most ranks of a control group in which all pairs are connected; in larger groups those of a tree are."""
+"""Most ranks in a control group with all pairs connected; larger groups connect along a tree."""
 
 GroupName = Literal[
     "world",

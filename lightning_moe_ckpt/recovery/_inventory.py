@@ -152,7 +152,7 @@ class Offers(NamedTuple):
     writers: Mapping[Version, int]
     """Number of ranks that wrote each version, 0 where nobody says."""
     seen: Mapping[Version, GenerationId]
-    """By version, the newest commit that any rank knew when it took its part."""
+    """Newest commit known to any rank at the capture, by version."""
     whole: frozenset[Version]
     """Versions of which every writer's part is whole in some memory."""
 

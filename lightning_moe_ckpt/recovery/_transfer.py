@@ -58,13 +58,13 @@ class Transport(Protocol):
         """Return every rank's plain value, by rank. Collective."""
 
     def gather_distinct(self, value: object) -> list[Any]:
-        """Return all plain values that ranks say, rank 0's first; some may be there twice. Collective."""
+        """Return all ranks' plain values, rank 0's first and possibly each once. Collective."""
 
     def sum(self, own: Tensor) -> Tensor:
         """Return the sum of every rank's integers, int64 of one shape. Collective."""
 
     def route(self, messages: Sequence[tuple[int, object]]) -> list[tuple[int, Any]]:
-        """Send plain values to single ranks; return those for this rank, each with its sender, in one order. Collective."""
+        """Send plain values to single ranks; return this rank's, each behind its sender, in one order. Collective."""
 
     def transfer(self, sends: Sequence[RankBytes], receives: Sequence[RankBytes]) -> Callable[[], None]:
         """Begin to send and to receive; between two ranks messages arrive in the order of sending.

@@ -8,6 +8,7 @@ import statistics
 import threading
 import time
 from datetime import timedelta
+from typing import Literal
 
 import pytest
 import torch
@@ -19,6 +20,11 @@ from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.parallel import GroupAbort, ParallelGroups, _gloo, _groups, build_groups
 
 LIMIT = timedelta(seconds=60)
+CONTROL: list[Literal["control", "stage_control", "pipeline_control"]] = [
+    "control",
+    "stage_control",
+    "pipeline_control",
+]
 
 
 def descriptors() -> int:
@@ -39,7 +45,7 @@ def test_a_tree_gives_what_all_pairs_gave(size: int, num_stages: int) -> None:
 
     def work(rank: int) -> bool:
         groups = build_groups(1, LIMIT, num_stages=num_stages)
-        for name in ("control", "stage_control", "pipeline_control")[: 1 if num_stages == 1 else 3]:
+        for name in CONTROL[: 1 if num_stages == 1 else 3]:
             exchange, ranks = Exchange(groups, name), groups.ranks(name)
             assert exchange.gather([rank, 7]) == [[each, 7] for each in ranks]
             assert exchange.gather_values({"is": "x" * 5000 * rank}) == [{"is": "x" * 5000 * each} for each in ranks]
