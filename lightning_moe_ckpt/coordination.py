@@ -4,7 +4,7 @@ Values are a few integers or a journal-codec value, over a control group (gloo, 
 on every rank. No pickle: `torch.distributed`'s object collectives would execute what a peer sends.
 
 Among more than `MESH_RANKS` ranks an exchange goes up and down a binomial tree: a rank has `log N` peers at most, and two on average.
-What ranks tell all others is sent once for neighbours that say the same; a message to one rank turns where both are below.
+Equal values travel once; a message to one rank turns at the first rank with both ends below it.
 
 The error of a collective names an address, if anything. Whether a process of the same node lives, `/proc` says: one that was
 killed is gone, or a zombie until its launcher looks. Of ranks on other nodes nothing is known.

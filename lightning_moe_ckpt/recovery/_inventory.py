@@ -154,7 +154,7 @@ class Offers(NamedTuple):
     seen: Mapping[Version, GenerationId]
     """Newest commit known to any rank at the capture, by version."""
     whole: frozenset[Version]
-    """Versions of which every writer's part is whole in some memory."""
+    """Versions with every writer's part whole in some memory."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class Inventory:
         return known._replace(whole=frozenset(writers).difference(lacking))
 
     def lacking(self, first: int, step: int) -> list[Version]:
-        """Return the versions in memory of which no stock has some part whole, among parts `first`, `first + step` and so on."""
+        """Return the versions in memory that lack some part in every stock, among parts `first`, `first + step` and so on."""
         owners: dict[Version, set[int]] = {}
         for (version, owner), found in self.parts.items():
             if any(item.whole for _, _, item in found):

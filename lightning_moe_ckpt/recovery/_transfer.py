@@ -85,8 +85,8 @@ def agreed_inventory(
 ) -> Inventory:
     """Return the copies of this rank's part, and all ranks' versions. Collective; the other arguments are of `Inventory`.
 
-    Each rank is told who has copies of its part, and says which versions nobody has of it. The parts of more writers than
-    there are ranks are shared out.
+    Each rank is told the readers of copies of its part, and names the versions without any. Parts of more writers than ranks
+    are shared out.
     """
     rank, size = transport.rank, transport.world_size
     firsts = {item.version: item for item in sorted(own.items, key=lambda item: not item.world_size)[::-1]}
