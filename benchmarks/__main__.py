@@ -120,9 +120,9 @@ _BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what other
         ],
     ),
     "ranks": (
-        "What commits, starts and restores cost with up to 10,000 ranks: our code over a simulated store.",
+        "What commits, agreements, starts and restores cost with up to 10,000 ranks: our code, simulated store and network.",
         [
-            Argument(["parts"], nargs=-1, type=Choice(["store"]), metavar="[store]..."),
+            Argument(["parts"], nargs=-1, type=Choice(["store", "agree"]), metavar="[store|agree]..."),
             option("--ranks", "Numbers of ranks.", "N,N", default="64,256,1024,4096,10000"),
         ],
     ),

@@ -3,6 +3,8 @@
 `store` runs commit, deletes, start and restore over a bucket in memory that takes 20 ms for every request (`ranks_store.py`).
 Time is simulated: each process waits for its own requests one after another. CPU time is this machine's, and is added.
 
+`agree` lets ranks agree on what to resume from, over a simulated network (`ranks_agree.py`).
+
 Of each figure an exponent is fitted (it grows as ranks ** exponent). N log N has an exponent of about 1.1 between 64 and 10,000.
 """
 
@@ -19,7 +21,7 @@ from benchmarks.scale import Growth
 from lightning_moe_ckpt.benchmarks._benchmark import Goal, Progress, table_of
 from lightning_moe_ckpt.errors import ConfigurationError
 
-PARTS = ("store",)
+PARTS = ("store", "agree")
 STEEPEST = 1.2
 """Exponent that is still taken for N log N."""
 

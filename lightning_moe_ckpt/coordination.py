@@ -3,6 +3,9 @@
 Values are a few integers or a journal-codec value, over a control group (gloo, CPU tensors), in an order that is the same
 on every rank. No pickle: `torch.distributed`'s object collectives would execute what a peer sends.
 
+Among more than `MESH_RANKS` ranks an exchange goes up and down a binomial tree: a rank has `log N` peers at most, and two on average.
+Equal values travel once; a message to one rank turns at the first rank with both ends below it.
+
 The error of a collective names an address, if anything. Whether a process of the same node lives, `/proc` says: one that was
 killed is gone, or a zombie until its launcher looks. Of ranks on other nodes nothing is known.
 """
@@ -10,15 +13,18 @@ killed is gone, or a zombie until its launcher looks. Of ranks on other nodes no
 from __future__ import annotations
 
 import os
+import struct
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -29,10 +35,16 @@ from lightning_moe_ckpt import errors
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 from lightning_moe_ckpt.journal import decode, encode
-from lightning_moe_ckpt.parallel import ParallelGroups
+from lightning_moe_ckpt.parallel import MESH_RANKS, ParallelGroups, tree
 
 log = rank_logger(__name__)
 
+T = TypeVar("T")
+Steps = Generator[tuple[int, bytes | None], bytes, T]
+"""Steps of an exchange on one rank: yields a peer with a message, or with `None`, and is then sent the peer's message."""
+
+ROUTE = struct.Struct("<qq")
+"""Receiver and sender of a routed value, by their places."""
 _HEAD_NBYTES = 2**11
 """Bytes of a value that travel with its size."""
 _MAX_VALUE_NBYTES = 2**30
@@ -65,11 +77,12 @@ class Exchange:
     ) -> None:
         self._rank, self._ranks = groups.rank, groups.ranks(among)
         self._group = groups.group(among) if len(self._ranks) > 1 else None
+        self._place, self._is_sparse = self._ranks.index(self._rank), len(self._ranks) > MESH_RANKS
 
     @property
     def rank(self) -> int:
         """Place of this rank among the ranks that take part: its number, where all ranks do."""
-        return self._ranks.index(self._rank)
+        return self._place
 
     @property
     def world_size(self) -> int:
@@ -86,21 +99,21 @@ class Exchange:
         if self._group is None:
             return [list(values)]
         own = torch.tensor(list(values), dtype=torch.int64)
-        out = [torch.empty_like(own) for _ in self._ranks]
-        dist.all_gather(out, own, group=self._group)
-        return [tensor.tolist() for tensor in out]
+        return [tensor.tolist() for tensor in self.gather_tensor(own)]
 
     def gather_tensor(self, own: torch.Tensor) -> list[torch.Tensor]:
         """Return every rank's CPU tensor, by rank; shapes and dtypes must agree."""
         if self._group is None:
             return [own]
+        if self._is_sparse:
+            return cast("list[Tensor]", self.gather_values(own))
         out = [torch.empty_like(own) for _ in self._ranks]
         dist.all_gather(out, own.contiguous(), group=self._group)
         return out
 
     def all_agree(self, flag: bool) -> bool:
         """Return whether every rank passes true."""
-        return [0] not in self.gather([int(flag)])
+        return all(self.gather_distinct(flag))
 
     @contextmanager
     def raise_together(self, error: type[CheckpointError] = ConfigurationError) -> Iterator[None]:
@@ -127,6 +140,8 @@ class Exchange:
         if self._group is None:
             return value
         payload = encode(value) if self.is_coordinator else b""
+        if self._is_sparse:
+            return decode(self._take(spreading, payload))
         first = _headed(payload)
         dist.broadcast(first, src=self._ranks[0], group=self._group)
         head, nbytes = _opened(first)
@@ -138,15 +153,45 @@ class Exchange:
         return decode(head + rest.numpy().tobytes())
 
     def gather_values(self, value: object) -> list[object]:
-        """Return every rank's value, by rank."""
+        """Return every rank's value, by rank; equal ones may be one object."""
         if self._group is None:
             return [value]
         payload = encode(value)
+        if self._is_sparse:
+            said, places = self._take(uniting, payload), torch.zeros(self.world_size, dtype=torch.int64)
+            places[self._place] = said.index(payload)
+            values = list(map(decode, said))
+            return [values[place] for place in self.sum(places).tolist()]
         found = [_opened(row) for row in self.gather_tensor(_headed(payload))]
         if (most := max(nbytes for _, nbytes in found)) > _HEAD_NBYTES:
             rows = self.gather_tensor(torch.frombuffer(bytearray(payload.ljust(most, b"\0")), dtype=torch.uint8))
             found = [(row[:nbytes].numpy().tobytes(), nbytes) for row, (_, nbytes) in zip(rows, found, strict=True)]
         return [decode(each) for each, _ in found]
+
+    def gather_distinct(self, value: object) -> list[Any]:
+        """Return all ranks' values, rank 0's first and possibly each once; the same list on all ranks."""
+        if not self._is_sparse:
+            return self.gather_values(value)
+        return list(map(decode, self._take(uniting, encode(value))))
+
+    def sum(self, own: Tensor) -> Tensor:
+        """Return the sum of every rank's integers, int64 of one shape."""
+        if not self._is_sparse:
+            return torch.stack(self.gather_tensor(own)).sum(0)
+        total = self._take(summing, own.numpy().tobytes())
+        return torch.frombuffer(bytearray(total), dtype=torch.int64).view(own.shape)
+
+    def route(self, messages: Sequence[tuple[int, object]]) -> list[tuple[int, Any]]:
+        """Send values to single ranks; return this rank's, each behind its sender, in the order of senders. Collective."""
+        if not self._is_sparse:
+            said = cast("list[list[list[Any]]]", self.gather_values([[to, value] for to, value in messages]))
+            return [(sender, value) for sender, row in enumerate(said) for to, value in row if to == self.rank]
+        rows = self._take(routing, packed([ROUTE.pack(to, self.rank) + encode(value) for to, value in messages]))
+        return [(ROUTE.unpack_from(row)[1], decode(row[ROUTE.size :])) for row in rows]
+
+    def _take(self, exchange: Callable[[int, int, bytes], Steps[T]], said: bytes) -> T:
+        """Take this rank's steps of an exchange to which it brings `said`, and return the result."""
+        return _taken(exchange(self._place, len(self._ranks), said), self._ranks, self._group)
 
     def transfer(
         self, sends: Sequence[tuple[int, memoryview]], receives: Sequence[tuple[int, memoryview]]
@@ -179,6 +224,88 @@ class Exchange:
             raise getattr(errors, value[0], CheckpointError)(value[1])
         assert isinstance(value, list)
         return value[0]
+
+
+def _taken(steps: Steps[T], ranks: Sequence[int], group: dist.ProcessGroup | None) -> T:
+    """Take an exchange's steps; its peers are places in `ranks`. Return the result."""
+    sent, message = list[Sent](), cast("Any", None)
+    while True:
+        try:
+            peer, payload = steps.send(message)
+        except StopIteration as end:
+            _wait(sent)
+            return cast("T", end.value)
+        message = _receive(ranks[peer], group) if payload is None else None
+        sent += [] if payload is None else _send(payload, ranks[peer], group)
+
+
+def spreading(rank: int, size: int, payload: bytes) -> Steps[bytes]:
+    """Return rank 0's payload on all ranks."""
+    parent, children = tree(rank, size)
+    if rank:
+        payload = yield parent, None
+    for child in children[::-1]:  # those with most ranks below first
+        yield child, payload
+    return payload
+
+
+def uniting(rank: int, size: int, payload: bytes) -> Steps[list[bytes]]:
+    """Return each payload of some rank once, in the order of ranks."""
+    parent, children = tree(rank, size)
+    said = {payload: None}
+    for child in children:
+        said |= dict.fromkeys(unpacked((yield child, None)))
+    if rank:
+        yield parent, packed(said)
+    return unpacked((yield from spreading(rank, size, packed(said))))
+
+
+def summing(rank: int, size: int, payload: bytes) -> Steps[bytes]:
+    """Return the sum of all ranks' payloads, int64."""
+    parent, children = tree(rank, size)
+    total = np.frombuffer(payload, np.int64)
+    for child in children:
+        total = total + np.frombuffer((yield child, None), np.int64)
+    if rank:
+        yield parent, total.tobytes()
+    return (yield from spreading(rank, size, total.tobytes()))
+
+
+def routing(rank: int, size: int, messages: bytes) -> Steps[list[bytes]]:
+    """Send packed rows, each behind its receiver and sender; return this rank's, in the order of senders."""
+
+    def below(top: int, rows: Sequence[tuple[int, bytes]]) -> list[bytes]:
+        return [row for to, row in rows if top <= to < top + (top & -top or size)]
+
+    def addressed(message: bytes) -> list[tuple[int, bytes]]:
+        return [(ROUTE.unpack_from(row)[0], row) for row in unpacked(message)]
+
+    parent, children = tree(rank, size)
+    held = addressed(messages)
+    for child in children:
+        held += addressed((yield child, None))
+    if rank:
+        here = set(below(rank, held))
+        yield parent, packed([row for _, row in held if row not in here])
+        held += addressed((yield parent, None))
+    for child in children[::-1]:
+        yield child, packed(below(child, held))
+    return sorted((row for to, row in held if to == rank), key=lambda row: ROUTE.unpack_from(row)[1])
+
+
+def packed(rows: Collection[bytes]) -> bytes:
+    """Return rows as one message: their number and sizes, then all bytes."""
+    return b"".join([np.array([len(rows), *map(len, rows)], np.int64).tobytes(), *rows])
+
+
+def unpacked(message: bytes) -> list[bytes]:
+    """Invert `packed`."""
+    number = int.from_bytes(message[:8], "little")
+    begin = 8 * (number + 1)
+    return [
+        message[i:j]
+        for i, j in pairwise([begin, *(begin + np.cumsum(np.frombuffer(message, np.int64, number, 8))).tolist()])
+    ]
 
 
 class _RefusedExchange(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves these untyped
@@ -330,15 +457,7 @@ class Segment:
 
     def meet(self) -> None:
         """Wait until all ranks of these stages have come here; no other is asked."""
-        first, here = self._ranks[0], torch.zeros(1)
-        if self._rank != first:
-            dist.send(here, first, self._group)
-            dist.recv(here, first, self._group)
-            return
-        for rank in self._ranks[1:]:
-            dist.recv(here, rank, self._group)
-        for rank in self._ranks[1:]:
-            dist.send(here, rank, self._group)
+        _taken(summing(self._ranks.index(self._rank), len(self._ranks), bytes(8)), self._ranks, self._group)
 
 
 class _Link:
@@ -351,28 +470,44 @@ class _Link:
 
     def __init__(self, groups: ParallelGroups, peer: int) -> None:
         self._group, self._peer = groups.group("pipeline_control"), peer
-        self._under_way: list[tuple[dist.Work | None, Tensor]] = []
+        self._under_way: list[Sent] = []
 
     def send(self, tensors: Sequence[Tensor]) -> None:
         """Begin to send copies on the host."""
-        payload = torch.frombuffer(bytearray(encode(list(tensors))), dtype=torch.uint8)
-        for each in (torch.tensor([payload.nbytes]), payload):
-            self._under_way.append((dist.isend(each, self._peer, self._group), each))
+        self._under_way += _send(encode(list(tensors)), self._peer, self._group)
 
     def settle(self) -> None:
         """Wait until the other side has received every tensor; no further call of this side is needed for that."""
-        for work, _ in self._under_way:
-            if work is not None:
-                work.wait()
+        _wait(self._under_way)
         self._under_way = []
 
     def receive(self) -> list[Tensor]:
         """Return the next tensors from the other side."""
-        nbytes = torch.zeros(1, dtype=torch.int64)
-        dist.recv(nbytes, self._peer, self._group)
-        payload = torch.empty(expected_nbytes(int(nbytes)), dtype=torch.uint8)
-        dist.recv(payload, self._peer, self._group)
-        return cast("list[Tensor]", decode(payload.numpy().tobytes()))
+        return cast("list[Tensor]", decode(_receive(self._peer, self._group)))
+
+
+Sent = tuple["dist.Work | None", Tensor]
+"""A message on its way, with its memory."""
+
+
+def _send(payload: bytes, peer: int, group: dist.ProcessGroup | None) -> list[Sent]:
+    """Begin to send bytes, behind their number."""
+    said = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    return [(dist.isend(each, peer, group), each) for each in (torch.tensor([said.nbytes]), said)]
+
+
+def _wait(sent: Sequence[Sent]) -> None:
+    for work, _ in sent:
+        if work is not None:
+            work.wait()
+
+
+def _receive(peer: int, group: dist.ProcessGroup | None) -> bytes:
+    nbytes = torch.zeros(1, dtype=torch.int64)
+    dist.recv(nbytes, peer, group)
+    payload = torch.empty(expected_nbytes(int(nbytes)), dtype=torch.uint8)
+    dist.recv(payload, peer, group)
+    return payload.numpy().tobytes()
 
 
 def own_versions() -> dict[str, str]:

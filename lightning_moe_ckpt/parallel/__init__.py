@@ -8,6 +8,7 @@ from lightning_moe_ckpt.parallel._expert_parallel import expert_parallel_fqns as
 from lightning_moe_ckpt.parallel._expert_parallel import expert_parallel_modules as expert_parallel_modules
 from lightning_moe_ckpt.parallel._gloo import GroupAbort as GroupAbort
 from lightning_moe_ckpt.parallel._gloo import closed_listeners as closed_listeners
+from lightning_moe_ckpt.parallel._groups import MESH_RANKS as MESH_RANKS
 from lightning_moe_ckpt.parallel._groups import ParallelGroups as ParallelGroups
 from lightning_moe_ckpt.parallel._groups import build_groups as build_groups
 from lightning_moe_ckpt.parallel._groups import current_groups as current_groups
@@ -15,6 +16,7 @@ from lightning_moe_ckpt.parallel._groups import init_fresh_process_group as init
 from lightning_moe_ckpt.parallel._groups import restart_is_likely as restart_is_likely
 from lightning_moe_ckpt.parallel._groups import set_current_groups as set_current_groups
 from lightning_moe_ckpt.parallel._groups import shares_agent_store as shares_agent_store
+from lightning_moe_ckpt.parallel._groups import tree as tree
 from lightning_moe_ckpt.parallel._norms import global_grad_norm as global_grad_norm
 from lightning_moe_ckpt.parallel._norms import pieces as pieces
 from lightning_moe_ckpt.parallel._pieces import Gather as Gather

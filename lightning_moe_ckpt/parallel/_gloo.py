@@ -20,9 +20,9 @@ An operation that has sent or received a part when its connection ends, or that 
 in turns, and leave one that has not returned soon after `abort`. Its group is kept until it does, since to destroy a
 group is to wait for its operations.
 
-`abort` does not shut listening sockets down: gloo ends the process when one of its own fails. Groups of gloo must connect
-when they are made, as they do unless `TORCH_GLOO_LAZY_INIT` is set. Linux only: elsewhere sockets stay open, and gloo's own
-time-outs remain.
+`abort` does not shut listening sockets down: gloo ends the process when one of its own fails. Control groups of many ranks
+connect most pairs on first use (`MESH_RANKS`), so their sockets stay open. Of these later connections `abort` shuts down those
+that peers opened; the peers' own `abort` ends the others. Linux only: elsewhere sockets stay open, and gloo's time-outs remain.
 
 Source: gloo/transport/tcp, `Pair` and `Listener`, as of torch 2.13.
 """
@@ -89,11 +89,12 @@ class GroupAbort:
         self._aborted_at = float("inf")
         self._before: set[int] = set()
         self._made: set[int] = set()
-        self._knocked: set[int] = set()
+        self._listened, self._knocked, self._ports = set[int](), set[int](), set[int]()
         self._making = self._aborted = False
 
     def __enter__(self) -> Self:
-        self._before, self._knocked, self._making = _connected(), set(listening()), True
+        self._before, self._listened, self._making = _connected(), set(listening()), True
+        self._knocked = set(self._listened)
         GroupAbort._newest = self
         dist.Work.wait = _wait  # type: ignore[method-assign, assignment]
         return self
@@ -101,6 +102,7 @@ class GroupAbort:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         with self._lock:
             self._made, self._making = _connected() - self._before, False
+            self._ports = {port for inode, (_, (_, port)) in listening().items() if inode not in self._listened}
             if self._aborted:
                 _shut_down(self._made)
         if not dist.is_initialized():
@@ -151,7 +153,7 @@ class GroupAbort:
                         peer.sendall(struct.pack("q", number))
 
     def _targets(self) -> set[int]:
-        return _connected() - self._before if self._making else self._made
+        return _connected() - self._before if self._making else self._made | _connected(self._ports)
 
 
 _native_wait = dist.Work.wait
@@ -211,9 +213,10 @@ def _abort_nccl() -> None:
         dist.distributed_c10d._abort_process_group()  # noqa: SLF001  # torch has no public abort
 
 
-def _connected() -> set[int]:
-    """Return the inodes of this process's TCP sockets that are connected, or about to be; empty if unknown."""
-    return {inode for inode, each in tcp_sockets() if is_connected(each)}
+def _connected(ports: Collection[int] | None = None) -> set[int]:
+    """Return the inodes of this process's TCP sockets that are connected, or about to be, to own `ports` if given; empty if unknown."""
+    alive = ((inode, each) for inode, each in tcp_sockets() if is_connected(each))
+    return {inode for inode, each in alive if ports is None or each.getsockname()[1] in ports}
 
 
 def _shut_down(inodes: set[int]) -> None:
@@ -234,20 +237,27 @@ _LAZY = "TORCH_GLOO_LAZY_INIT"
 
 
 @contextmanager
-def closed_listeners(*, open_ports: Collection[int] = ()) -> Iterator[None]:
+def closed_listeners(*, open_ports: Collection[int] = (), lazily: bool = False) -> Iterator[None]:
     """Close the listening sockets of every gloo group made in this context, on this rank, and limit its connections' silence.
 
     Groups listen at an address of this node that other nodes reach.
 
     Args:
         open_ports: ports that stay open, such as a store's, which ranks join later.
+        lazily: whether pairs of these groups connect on first use, as with `TORCH_GLOO_LAZY_INIT`: then the sockets stay open.
     """
     choose_interface()
-    before, connected = set(listening()), _connected()
-    yield
+    before, connected, given = set(listening()), _connected(), os.environ.get(_LAZY)
+    lazily = lazily or (given or "0").lower() not in {"0", "", "false", "off", "no"}
+    try:
+        os.environ[_LAZY] = str(int(lazily))
+        yield
+    finally:
+        os.environ.pop(_LAZY)
+        os.environ.update({} if given is None else {_LAZY: given})
     limit_silence(_SILENCE_SECONDS, but=connected)
-    if os.environ.get(_LAZY, "0").lower() not in {"0", "", "false", "off", "no"}:
-        log.info("%s is set: process groups go on listening for connections", _LAZY)
+    if lazily:
+        log.info("process groups of many ranks, or with %s, go on listening for connections", _LAZY)
         return
     for inode, (descriptor, (_, port)) in listening().items():
         if inode not in before and port not in open_ports:

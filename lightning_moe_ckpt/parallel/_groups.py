@@ -25,11 +25,15 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Literal
 
+import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # exported at run time only
 
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 from lightning_moe_ckpt.parallel._gloo import closed_listeners
+
+MESH_RANKS = 8
+"""Most ranks in a control group with all pairs connected; larger groups connect along a tree."""
 
 GroupName = Literal[
     "world",
@@ -146,10 +150,16 @@ class ParallelGroups:
         self.alike[:] = equal.values()
         for ranks in sorted({ranks for own in regions for ranks in own}):
             if 1 < len(ranks) < self.world_size:  # the same on all ranks
-                with closed_listeners():
+                with closed_listeners(lazily=len(ranks) > MESH_RANKS):
                     group = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
                 if self.rank in ranks:
                     self.others[ranks] = group
+
+
+def tree(rank: int, size: int) -> tuple[int, list[int]]:
+    """Return a rank's parent in a binomial tree, and its children, ascending. Below a child are the ranks before the next one."""
+    span = rank & -rank or size
+    return rank & (rank - 1), [rank + 2**power for power in range((span - 1).bit_length()) if rank + 2**power < size]
 
 
 _current = ParallelGroups()
@@ -186,10 +196,7 @@ def build_groups(
     placed = ParallelGroups.placed(rank, world_size, ep_size=ep_size, num_stages=num_stages)
     if world_size == 1:
         return ParallelGroups()
-    everyone = [
-        ParallelGroups.placed(each, world_size, ep_size=ep_size, num_stages=num_stages) for each in range(world_size)
-    ]
-    new = _Maker(rank, everyone, timeout)
+    new = _Maker(placed, timeout)
     groups = placed.groups
     with closed_listeners() if dist.get_backend() == "gloo" else nullcontext():
         groups["world"] = _world()
@@ -198,12 +205,11 @@ def build_groups(
         if num_stages > 1:
             groups["stage"], groups["pipeline"] = new.part("stage"), new.part("pipeline")
         groups["reduce"] = new.own("reduce")
-    with closed_listeners():
-        groups["control"] = groups["stage_control"] = new.own("control", backend="gloo")
-        groups["replicate"] = new.own("replicate", backend="gloo")
-        if num_stages > 1:
-            groups["stage_control"] = new.own("stage_control", backend="gloo")
-            groups["pipeline_control"] = new.own("pipeline_control", backend="gloo")
+    groups["control"] = groups["stage_control"] = new.exchanging("control")
+    groups["replicate"] = new.exchanging("replicate")
+    if num_stages > 1:
+        groups["stage_control"] = new.exchanging("stage_control")
+        groups["pipeline_control"] = new.exchanging("pipeline_control")
     return placed
 
 
@@ -226,35 +232,54 @@ class _Maker:
     """Maker of this rank's groups; all ranks take part in making each group.
 
     Args:
-        rank: this rank.
-        everyone: places of all ranks.
+        placed: this rank's place.
         timeout: limit for one collective of a group.
     """
 
-    def __init__(self, rank: int, everyone: list[ParallelGroups], timeout: timedelta) -> None:
-        self._rank, self._everyone, self._timeout = rank, everyone, timeout
+    def __init__(self, placed: ParallelGroups, timeout: timedelta) -> None:
+        self._placed, self._timeout = placed, timeout
 
     def part(self, name: GroupName) -> dist.ProcessGroup:
         """Return a group; the world's own group if all ranks are in it."""
-        return _world() if len(self._everyone[0].ranks(name)) == len(self._everyone) else self.own(name)
+        return _world() if len(self._placed.ranks(name)) == self._placed.world_size else self.own(name)
 
     def own(self, name: GroupName, backend: str | None = None) -> dist.ProcessGroup:
         """Return a group for a single purpose: nothing else uses it."""
-        partition = list(dict.fromkeys(tuple(each.ranks(name)) for each in self._everyone))
-        if len(partition) == 1:
+        here, seen = self._placed, set[int]()
+        if len(here.ranks(name)) == here.world_size:
             return self._new(None, backend)
-        if len(partition[0]) == 1:
+        if len(here.ranks(name)) == 1:
             # A real group even of one: `None` would mean the whole world to `torch.distributed`.
-            return self._new([self._rank], backend, use_local_synchronization=True)
-        made = [self._new(list(ranks), backend) for ranks in partition]
-        return next(group for group, ranks in zip(made, partition, strict=True) if self._rank in ranks)
+            return self._new([here.rank], backend, alone=True)
+        found: dist.ProcessGroup
+        for rank in (each for each in range(here.world_size) if each not in seen):
+            ranks = here.placed(rank, here.world_size, ep_size=here.ep_size, num_stages=here.num_stages).ranks(name)
+            seen.update(ranks)
+            group = self._new(ranks, backend)
+            if here.rank in ranks:
+                found = group
+        return found
 
-    def _new(
-        self, ranks: list[int] | None, backend: str | None, *, use_local_synchronization: bool = False
-    ) -> dist.ProcessGroup:
+    def _new(self, ranks: list[int] | None, backend: str | None, *, alone: bool = False) -> dist.ProcessGroup:
         group: dist.ProcessGroup = dist.new_group(
-            ranks, timeout=self._timeout, backend=backend, use_local_synchronization=use_local_synchronization
+            ranks, timeout=self._timeout, backend=backend, use_local_synchronization=alone
         )
+        return group
+
+    def exchanging(self, name: GroupName) -> dist.ProcessGroup:
+        """Return a gloo group. In a large one a rank is connected to its peers in the tree, and to others on first use."""
+        ranks = self._placed.ranks(name)
+        with closed_listeners(lazily=len(ranks) > MESH_RANKS):
+            group = self.own(name, "gloo")
+        if len(ranks) <= MESH_RANKS or name == "replicate":
+            return group
+        # at once: a rank out of reach is noticed here, and `GroupAbort` knows the connections
+        parent, children = tree(place := ranks.index(self._placed.rank), len(ranks))
+        for peer in [parent, *children] if place else children:
+            sent = dist.isend(torch.zeros(1), ranks[peer], group)
+            dist.recv(torch.zeros(1), ranks[peer], group)
+            assert sent is not None
+            sent.wait()
         return group
 
 
@@ -321,7 +346,7 @@ def init_fresh_process_group(backend: str, *, rank: int, world_size: int, timeou
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     shared = PrefixStore(_PREFIX, TCPStore(host, port, is_master=False, timeout=timeout))
-    store = _serve(shared, host, world_size, timeout) if rank == 0 else _ask(shared, rank, timeout)
+    store = _serve(shared, host, world_size, timeout) if rank == 0 else _ask(shared, timeout)
     with closed_listeners() if backend == "gloo" else nullcontext():
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
@@ -329,33 +354,34 @@ def init_fresh_process_group(backend: str, *, rank: int, world_size: int, timeou
 def _serve(shared: Store, host: str, world_size: int, timeout: timedelta) -> Store:
     """Start a store, and answer questions for its address until all ranks have joined. Raises `CheckpointError` after `timeout`."""
     store = TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
-    address, answered = f"{host}:{store.port}", set[str]()
+    address = f"{host}:{store.port}".encode()
     give_up = time.monotonic() + timeout.total_seconds()
+    known = first = shared.add("served", 0)  # questions before it were answered for earlier incarnations
+    waiting: list[str] = []
     while store.add("joined", 0) < world_size - 1:
-        for rank in range(1, world_size):
-            if shared.check([_question(rank)]):
-                word = shared.get(_question(rank)).decode()
-                if word not in answered:  # the first word may be of an earlier incarnation, which does not wait
-                    shared.set(f"answer/{word}", address)
-                    answered.add(word)
+        asking = shared.add("asked", 0)
+        waiting, known = [*waiting, *(f"question/{number}" for number in range(known, asking))], asking
+        # a rank takes a number, then asks; it may have died between
+        asked = waiting if not waiting or shared.check(waiting) else [each for each in waiting if shared.check([each])]
+        if asked:
+            answers = [f"answer/{word.decode()}" for word in shared.multi_get(asked)]
+            shared.multi_set(answers, [address] * len(answers))  # type: ignore[attr-defined]  # at run time only
+            waiting = [each for each in waiting if each not in set(asked)]
         if time.monotonic() > give_up:
             raise CheckpointError(
                 f"{store.add('joined', 0)} of {world_size - 1} other ranks joined within {timeout}. "
                 "See whether all processes of the job were started."
             )
         time.sleep(_POLL_SECONDS)
+    shared.add("served", known - first)
     return store
 
 
-def _ask(shared: Store, rank: int, timeout: timedelta) -> Store:
+def _ask(shared: Store, timeout: timedelta) -> Store:
     word = uuid.uuid4().hex
-    shared.set(_question(rank), word)
+    shared.set(f"question/{shared.add('asked', 1) - 1}", word)
     shared.wait([f"answer/{word}"], timeout)
     host, _, port = shared.get(f"answer/{word}").decode().rpartition(":")
     store = TCPStore(host, int(port), is_master=False, timeout=timeout)
     store.add("joined", 1)
     return store
-
-
-def _question(rank: int) -> str:
-    return f"question/{rank}"

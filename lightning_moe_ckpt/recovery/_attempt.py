@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Literal, TypeVar
 
+import numpy as np
 import torch
 
 from lightning_moe_ckpt._logging import rank_logger
@@ -303,8 +304,7 @@ class RestoreAttempt:
     def _agree(self, experts: Mapping[str, int]) -> dict[str, Version] | None:
         """Return the version of each expert's newest whole copy; `None` if a required one is missing. Collective."""
         while True:
-            offered, sizes = self._offered(experts)
-            chosen, missing = newest_whole(offered, sizes)
+            chosen, missing = self._newest_whole(experts)
             if not missing:
                 return chosen
             if self._deeper:
@@ -318,23 +318,23 @@ class RestoreAttempt:
             self._rounds.reasons.append(f"no whole copy is left of {len(missing)} experts: {named}{more}")
             return None
 
-    def _offered(self, experts: Mapping[str, int]) -> tuple[dict[str, Counter[Version]], dict[str, int]]:
-        """Return each expert's elements on all ranks together, by version, and its size, in one order. Collective."""
+    def _newest_whole(self, experts: Mapping[str, int]) -> tuple[dict[str, Version], list[str]]:
+        """Return each expert's newest version that all ranks have whole together, and the experts without any. Collective."""
         own = self._index.offered(experts)
-        sources = sorted({source for rows in own.values() for source, _ in rows})
-        number = {source: index for index, source in enumerate(sources)}
-        table = [each.plain() for each in sources]
-        rows = [[name, size, [[number[o], n] for o, n in own[name]]] for name, size in experts.items()]
-        offered: dict[str, Counter[Version]] = {}
-        sizes: dict[str, int] = {}
-        for said in self._transport.gather_values([table, rows]):
-            theirs = [Version.from_plain(each) for each in said[0]]
-            for name, size, pairs in said[1]:
-                sizes[name] = size
-                counts = offered.setdefault(name, Counter())
-                for index, numel in pairs:
-                    counts[theirs[index]] += numel
-        return offered, dict(sorted(sizes.items()))
+        versions = sorted({source for rows in own.values() for source, _ in rows})
+        said = self._transport.gather_distinct([[*experts.items()], [each.plain() for each in versions]])
+        sizes = dict(sorted({name: size for rows, _ in said for name, size in rows}.items()))
+        columns = {v: i for i, v in enumerate(sorted({Version.from_plain(each) for _, rows in said for each in rows}))}
+        held, places = np.zeros((len(sizes), len(columns)), np.int64), {name: place for place, name in enumerate(sizes)}
+        for name, rows in own.items():
+            for source, numel in rows:
+                held[places[name], columns[source]] += numel
+        rows_held = self._transport.sum(torch.from_numpy(held)).tolist() if held.size else [()] * len(sizes)
+        offered = {
+            name: {version: numel for version, numel in zip(columns, row, strict=False) if numel}
+            for name, row in zip(sizes, rows_held, strict=True)
+        }
+        return newest_whole(offered, sizes)
 
     def _describe(self, sources: Mapping[str, Version], experts: Collection[str]) -> RestorePlan:
         """Return the plan for the chosen copies, from all ranks' records. Collective."""

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import MappingProxyType
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt, KeyMissing
@@ -145,11 +146,22 @@ class Request:
         return self.start + self.nbytes
 
 
-@dataclass(frozen=True, slots=True)
-class Inventory:
-    """All ranks' readable copies."""
+class Offers(NamedTuple):
+    """Versions in memory, by all ranks' stocks together."""
 
-    stocks: tuple[Stock, ...]
+    writers: Mapping[Version, int]
+    """Number of ranks that wrote each version, 0 where nobody says."""
+    seen: Mapping[Version, GenerationId]
+    """Newest commit known to any rank at the capture, by version."""
+    whole: frozenset[Version]
+    """Versions with every writer's part whole in some memory."""
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """Readable copies of all ranks' parts, or of one rank's part (`agreed_inventory`)."""
+
+    stocks: Mapping[int, Stock]
     """Stocks by rank."""
     committed: frozenset[Version]
     """Versions whole in storage, for every rank."""
@@ -157,6 +169,8 @@ class Inventory:
     """Versions kept in storage only for references to their files; files that they reference themselves may be gone."""
     wrote: Mapping[Version, int] = field(default_factory=dict)
     """Number of ranks that wrote each version in storage; by default as many as there are."""
+    agreed: Offers | None = field(default=None, compare=False)
+    """Versions in memory, where `stocks` has one rank's part only."""
 
     @classmethod
     def of(
@@ -167,21 +181,45 @@ class Inventory:
         wrote: Mapping[Version, int] = MappingProxyType({}),
     ) -> Inventory:
         """Return the inventory of all ranks' stocks in plain values, and the commits."""
-        return cls(tuple(map(Stock.from_plain, stocks)), frozenset(committed), frozenset(sources), wrote)
+        known = dict(enumerate(map(Stock.from_plain, stocks)))
+        return cls(known, frozenset(committed), frozenset(sources), wrote)
 
-    @property
-    def seen(self) -> dict[Version, GenerationId]:
-        """By version in memory, the newest commit that any rank knew when it took its part."""
-        found: dict[Version, GenerationId] = {}
-        for stock in self.stocks:
+    @cached_property
+    def offers(self) -> Offers:
+        """Versions in memory, on all ranks together."""
+        if self.agreed is not None:
+            return self.agreed
+        writers, seen = dict[Version, int](), dict[Version, GenerationId]()
+        for stock in self.stocks.values():
             for version, commit in stock.seen.items():
-                found[version] = max(commit, found.get(version, commit))
+                seen[version] = max(commit, seen.get(version, commit))
+            for item in stock.items:
+                writers[item.version] = writers.get(item.version) or item.world_size
+        known = Offers(writers, seen, frozenset())
+        lacking = replace(self, agreed=known).lacking(0, 1)
+        return known._replace(whole=frozenset(writers).difference(lacking))
+
+    def lacking(self, first: int, step: int) -> list[Version]:
+        """Return the versions in memory that lack some part in every stock, among parts `first`, `first + step` and so on."""
+        owners: dict[Version, set[int]] = {}
+        for (version, owner), found in self.parts.items():
+            if any(item.whole for _, _, item in found):
+                owners.setdefault(version, set()).add(owner)
+        return [v for v in self.in_memory if not owners.get(v, set()).issuperset(range(first, self.writers(v), step))]
+
+    @cached_property
+    def parts(self) -> Mapping[tuple[Version, int], Sequence[tuple[int, str, Item]]]:
+        """Copies in memory by version and owner, each with a rank that reads it, and the name of the memory."""
+        found: dict[tuple[Version, int], list[tuple[int, str, Item]]] = {}
+        for reader, stock in self.stocks.items():
+            for item in stock.items:
+                found.setdefault((item.version, item.owner), []).append((reader, stock.memory, item))
         return found
 
     @property
     def in_memory(self) -> frozenset[Version]:
         """Versions with some rank's part in memory, with or without the other ranks' parts."""
-        return frozenset(item.version for stock in self.stocks for item in stock.items)
+        return frozenset(self.offers.writers)
 
     @property
     def in_storage(self) -> frozenset[Version]:
@@ -202,20 +240,15 @@ class Inventory:
         Args:
             alive: versions that the run's log allows.
         """
-        owners: dict[Version, set[int]] = {}
-        for item in (item for stock in self.stocks for item in stock.items if item.whole):
-            owners.setdefault(item.version, set()).add(item.owner)
-        whole = {version for version, own in owners.items() if own.issuperset(range(self.writers(version)))}
-        return sorted(whole.union(self.committed).intersection(alive), reverse=True)
+        return sorted(self.offers.whole.union(self.committed).intersection(alive), reverse=True)
 
     def writers(self, version: Version) -> int:
         """Return the number of ranks that wrote a version."""
-        items = (item for stock in self.stocks for item in stock.items if item.version == version and item.world_size)
-        return self.wrote.get(version) or next((item.world_size for item in items), len(self.stocks))
+        return self.wrote.get(version) or self.offers.writers.get(version) or len(self.stocks)
 
     def files(self, version: Version, owner: int) -> list[tuple[str, str]]:
         """Return memory and file of each copy of one rank's part of a version, the rank's own first; equal on all ranks."""
-        found = ((s.memory, i.file) for s in self.stocks for i in s.items if (i.version, i.owner) == (version, owner))
+        found = ((memory, item.file) for _, memory, item in self.parts.get((version, owner), ()))
         return sorted(dict.fromkeys(found), key=lambda each: ".ring" not in each[1])
 
     def copies(self, version: Version, owner: int, rank: int | None = None) -> list[Replica]:
@@ -224,10 +257,8 @@ class Inventory:
         """
         rank = owner if rank is None else rank
         readers: dict[tuple[str, str, bool], list[int]] = {}
-        for reader, stock in enumerate(self.stocks):
-            for item in stock.items:
-                if (item.version, item.owner) == (version, owner):
-                    readers.setdefault((stock.memory, item.file, item.whole), []).append(reader)
+        for reader, memory, item in self.parts.get((version, owner), ()):
+            readers.setdefault((memory, item.file, item.whole), []).append(reader)
         own = self.stocks[rank].memory
         host = [
             Replica("host", own, file, (rank,), version, owner, whole)
@@ -256,8 +287,7 @@ class Reader:
         self._run_id, self._memory, self._storage = run_id, memory, storage
         self._holdings = {
             Item(Version(each.generation, each.plan_hash), each.owner, each.file, each.whole, each.world_size): each
-            for tier in (memory, storage)
-            for each in _holdings(tier)
+            for each in _holdings(memory)
         }
         self._markers: dict[Item, RankMarker] = {}
         self._lock = threading.Lock()
@@ -281,9 +311,10 @@ class Reader:
         with self._lock:
             if item in self._markers:
                 return self._markers[item]
-            if item not in self._holdings:
+            holding = self._holdings.get(item) if item.file else _stored(item)
+            if holding is None:
                 raise KeyMissing(f"{item}: not here.")
-            marker = (self._memory if item.file else self._storage).read_marker(self._holdings[item])
+            marker = (self._memory if item.file else self._storage).read_marker(holding)
             found = (marker.run_id, marker.generation, marker.plan_hash, marker.rank)
             if found != (self._run_id, item.version.generation, item.version.plan_hash, item.owner):
                 raise Corrupt(f"{item}: its marker is of rank {found[3]}, {found[1]} of run {found[0]}. It is skipped.")
@@ -297,11 +328,7 @@ class Reader:
             self.read_into(Item(copy.version, copy.owner, copy.file), entry.key, request.offset, out)
             return
         # The key alone says where a file in storage is, even if another generation's marker references it.
-        version = copy.version
-        holding = Holding(
-            generation=version.generation, plan_hash=version.plan_hash, owner=copy.owner, nbytes=entry.nbytes
-        )
-        self._storage.read_into(holding, entry, request.offset, out)
+        self._storage.read_into(_stored(Item(copy.version, copy.owner, "")), entry, request.offset, out)
 
     def read_into(self, item: Item, key: str, offset: int, out: memoryview) -> None:
         """Fill `out` with bytes from file `key` in a copy in memory, unverified.
@@ -314,6 +341,11 @@ class Reader:
         if entry is None or offset + out.nbytes > entry.nbytes:
             raise Corrupt(f"{item}: has no {out.nbytes} bytes at {offset} of {key}. Another copy may be good.")
         self._memory.read_into(self._holdings[item], entry, offset, out)
+
+
+def _stored(item: Item) -> Holding:
+    """Return a copy in storage, whether or not it is there; its bytes are not known."""
+    return Holding(generation=item.version.generation, plan_hash=item.version.plan_hash, owner=item.owner, nbytes=0)
 
 
 def stored(version: Version, owner: int, rank: int | None = None) -> Replica:

@@ -39,6 +39,7 @@ from lightning_moe_ckpt.recovery._loading import (
     understood,
 )
 from lightning_moe_ckpt.recovery._recut import Recut
+from lightning_moe_ckpt.recovery._transfer import agreed_inventory
 from lightning_moe_ckpt.snapshot import (
     IMPORTED,
     Facts,
@@ -263,9 +264,9 @@ class Search:
         self._reader = Reader(
             self._store.run_id, self._memory, ObjectTier(self._store, list(self._in_storage.values()))
         )
-        stocks = self._exchange.gather_values(self._reader.stock(memory_of(shared_directory())).plain())
         wrote = {version: commit.world_size for version, commit in self._in_storage.items()}
-        self._inventory = Inventory.of(stocks, self._commits, sources, wrote)
+        self._stock = self._reader.stock(memory_of(shared_directory()))
+        self._inventory = agreed_inventory(self._exchange, self._stock, self._commits, sources, wrote)
         self.committed = self._inventory.committed
         self.volatile = frozenset(version.generation for version in self._inventory.in_memory)
         judged = self._exchange.run_on_coordinator(self._judged)  # the coordinator knows the log
@@ -299,7 +300,7 @@ class Search:
     def _judged(self) -> object:
         """Return the restorable versions, memory's versions of another past, and the reason if nothing else is there."""
         inventory, store = self._inventory, self._store
-        seen = inventory.seen
+        seen = inventory.offers.seen
         whys = {v: store.why_foreign(v.generation, seen.get(v)) for v in inventory.in_memory if not self._any_memory}
         foreign = {version: why for version, why in whys.items() if why is not None}
         may = inventory.in_memory if self._any_memory else frozenset[Version]()
@@ -338,9 +339,11 @@ class Search:
 
     def _bring_recut(self, version: Version) -> RestoreSource | None:
         """Bring a version that other ranks wrote, or ranks in another layout. Raises `IdentityMismatch`. Collective."""
-        exchange = self._exchange
+        exchange, known = self._exchange, self._inventory
+        stocks = exchange.gather_values(self._stock.plain())
         attempt = Recut(
-            *(exchange, self._reader, self._inventory, version, self._alive),
+            *(exchange, self._reader, Inventory.of(stocks, known.committed, known.sources, known.wrote)),
+            *(version, self._alive),
             digests=self._digests,
         )
         markers = attempt.markers()

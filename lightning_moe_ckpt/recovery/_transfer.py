@@ -13,16 +13,19 @@ queue and step.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
+from types import MappingProxyType
 from typing import Any, Protocol
+
+from torch import Tensor
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.recovery._assembly import Assembly, Exhausted, Wanted
-from lightning_moe_ckpt.recovery._inventory import UNREADABLE, Item, Reader, Replica, Request, Version
+from lightning_moe_ckpt.recovery._inventory import UNREADABLE, Inventory, Item, Reader, Replica, Request, Stock, Version
 from lightning_moe_ckpt.storage import MAX_MARKER_NBYTES, RankMarker, digest_of
 from lightning_moe_ckpt.tiers import TierName, is_differential, is_partial
 
@@ -54,6 +57,15 @@ class Transport(Protocol):
     def gather_values(self, value: object) -> list[Any]:
         """Return every rank's plain value, by rank. Collective."""
 
+    def gather_distinct(self, value: object) -> list[Any]:
+        """Return all ranks' plain values, rank 0's first and possibly each once. Collective."""
+
+    def sum(self, own: Tensor) -> Tensor:
+        """Return the sum of every rank's integers, int64 of one shape. Collective."""
+
+    def route(self, messages: Sequence[tuple[int, object]]) -> list[tuple[int, Any]]:
+        """Send plain values to single ranks; return this rank's, each behind its sender, in one order. Collective."""
+
     def transfer(self, sends: Sequence[RankBytes], receives: Sequence[RankBytes]) -> Callable[[], None]:
         """Begin to send and to receive; between two ranks messages arrive in the order of sending.
 
@@ -62,6 +74,37 @@ class Transport(Protocol):
         Returns:
             Function to wait for all messages; until then the views stay untouched.
         """
+
+
+def agreed_inventory(
+    transport: Transport,
+    own: Stock,
+    committed: Collection[Version],
+    sources: Collection[Version] = (),
+    wrote: Mapping[Version, int] = MappingProxyType({}),
+) -> Inventory:
+    """Return the copies of this rank's part, and all ranks' versions. Collective; the other arguments are of `Inventory`.
+
+    Each rank is told the readers of copies of its part, and names the versions without any. Parts of more writers than ranks
+    are shared out.
+    """
+    rank, size = transport.rank, transport.world_size
+    firsts = {item.version: item for item in sorted(own.items, key=lambda item: not item.world_size)[::-1]}
+    # of no rank and no file: ranks of like nodes say the same
+    alike = tuple(replace(firsts[each], owner=0, file="", whole=True) for each in sorted(firsts))
+    told = transport.gather_distinct(Stock("", alike, own.seen).plain())
+    offers = Inventory.of(told, ()).offers
+    offers = offers._replace(writers={version: number or size for version, number in offers.writers.items()})
+    homes: dict[int, list[Item]] = {rank: []}
+    for item in own.items:
+        homes.setdefault(item.owner % size, []).append(item)
+    said = transport.route([(home, Stock(own.memory, (*its,)).plain()) for home, its in homes.items()])
+    stocks = {reader: Stock.from_plain(stock) for reader, stock in said}
+    stored_ones = frozenset(committed), frozenset(sources), dict.fromkeys((*committed, *sources), size) | dict(wrote)
+    found = Inventory(stocks, *stored_ones, offers)
+    lacking = transport.gather_distinct([each.plain() for each in sorted(found.lacking(rank, size))])
+    lost = {Version.from_plain(each) for row in lacking for each in row}
+    return replace(found, agreed=offers._replace(whole=found.in_memory.difference(lost)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +181,8 @@ class Rounds:
     transport: Transport
     reasons: list[str] = field(default_factory=list)
     """Reasons why the version is given up, the same on all ranks; empty otherwise."""
+    fetching: bool = False
+    """Whether any rank fetches something in this round."""
 
     def begin(self, fetches: Sequence[FetchRequest], *, busy: bool, lost: str) -> list[FetchRequest] | None:
         """Announce this rank's fetches of the next round.
@@ -148,23 +193,27 @@ class Rounds:
             lost: reason why this rank cannot be given its records; empty otherwise.
 
         Returns:
-            The fetches of all ranks, in one order; `None` if the rounds end: nobody lacks anything, or some rank lost a
-            record.
+            The fetches of this rank, and those from it, in one order; `None` if the rounds end: nobody lacks anything, or
+            some rank lost a record.
         """
-        rows = self.transport.gather_values([busy, lost, [fetch.plain() for fetch in fetches]])
-        self._lose([row[1] for row in rows])
-        if self.reasons or not any(row[0] for row in rows):
+        said = self.transport.gather_distinct([busy, self._told(lost), bool(fetches)])
+        self.reasons += [row[1] for row in said if row[1]]
+        if self.reasons or not any(row[0] for row in said):
             return None
-        return [FetchRequest.from_plain(rank, plain) for rank, row in enumerate(rows) for plain in row[2]]
+        self.fetching = any(row[2] for row in said)
+        asked = self.transport.route([(each.reader, each.plain()) for each in fetches]) if self.fetching else []
+        found = [*fetches, *(FetchRequest.from_plain(receiver, plain) for receiver, plain in asked)]
+        return sorted(found, key=lambda each: each.receiver)
 
     def all_equal(self, value: str, reason: str) -> bool:
         """Return whether all ranks have the same value; if not, give the version up with this reason."""
-        values = self.transport.gather_values(value)
-        self._lose([reason if each != values[0] else "" for each in values])
+        first = self.transport.gather_distinct(value)[0]
+        said = self.transport.gather_distinct(self._told(reason if value != first else ""))
+        self.reasons += [each for each in said if each]
         return not self.reasons
 
-    def _lose(self, reasons: Sequence[str]) -> None:
-        self.reasons += [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
+    def _told(self, reason: str) -> str:
+        return f"rank {self.transport.rank}: {reason}" if reason else ""
 
 
 _Requests = list[tuple[Assembly, Request]]
@@ -211,7 +260,7 @@ class Transfer:
             return False
         local = [(assembly, request) for assembly, request in wanted if request.reader == self._rank]
         reading = [pool.submit(assembly.read, request, self._reader.read) for assembly, request in local]
-        if fetches:
+        if self._rounds.fetching:
             self._exchange(fetches, wanted)
         for each in reading:
             each.result()
@@ -244,11 +293,10 @@ class Transfer:
             wait = transport.transfer(messages, _destinations(receives, wanted))
         if wait is not None:
             wait()
-        rows = [[receiver, number, why] for (receiver, number), why in failures.items()]
-        for reader, said in enumerate(transport.gather_values(rows)):
-            for number, why in [(number, why) for receiver, number, why in said if receiver == self._rank]:
-                assembly, request = wanted[number]
-                assembly.gone(request.copy, f"{why} (on rank {reader})")
+        rows = [(receiver, [number, why]) for (receiver, number), why in failures.items()]
+        for reader, (number, why) in transport.route(rows):
+            assembly, request = wanted[number]
+            assembly.gone(request.copy, f"{why} (on rank {reader})")
 
     def _bytes_for(self, fetch: FetchRequest, failures: dict[tuple[int, int], str]) -> bytearray:
         """Return the bytes another rank requested; if unreadable, as many zeros, since the receiver waits for them."""
@@ -408,8 +456,8 @@ class MarkerSearch:
         transport = self._rounds.transport
         own = [fetch for fetch in fetches if fetch.receiver == self._rank]
         answers = [(fetch, self._answer(fetch)) for fetch in fetches if fetch.reader == self._rank]
-        said = transport.gather_values([[each.receiver, each.number, len(answer)] for each, answer in answers])
-        sizes = {number: nbytes for row in said for receiver, number, nbytes in row if receiver == self._rank}
+        said = transport.route([(each.receiver, [each.number, len(answer)]) for each, answer in answers])
+        sizes = {number: nbytes for _, (number, nbytes) in said}
         if max(sizes.values(), default=0) > MAX_MARKER_NBYTES:
             raise Corrupt(
                 f"another rank announces a marker of more than {MAX_MARKER_NBYTES} bytes. Start again without it."

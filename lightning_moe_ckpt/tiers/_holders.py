@@ -249,19 +249,23 @@ def _partners(nodes: Sequence[_Node], replicas: int) -> list[tuple[int, ...]]:
 
 
 def _groups(nodes: Sequence[_Node], size: int) -> list[list[int]]:
-    left, num_groups = list(range(len(nodes))), len(nodes) // size
+    num_groups, left = len(nodes) // size, dict[object, list[int]]()
+    for i, node in reversed([*enumerate(nodes)]):
+        left.setdefault((node.rack, len(node.ranks), frozenset(node.kinds.items())), []).append(i)
     per_rack = Counter(node.rack for node in nodes)
     # Smallest limit on nodes of one rack per group that all groups can meet.
     share = {rack: -(-count // num_groups) for rack, count in per_rack.items()}
-    groups = [_take_group(nodes, left, size, share, after) for after in range(num_groups - 1, 0, -1)]
-    return [*groups, _alternate(nodes, left)]
+    groups = [_take_group(nodes, [*left.values()], size, share, after) for after in range(num_groups - 1, 0, -1)]
+    return [*groups, _alternate(nodes, sorted(i for alike in left.values() for i in alike))]
 
 
 def _take_group(
-    nodes: Sequence[_Node], left: list[int], size: int, share: Mapping[str, int], groups_after: int
+    nodes: Sequence[_Node], left: Sequence[list[int]], size: int, share: Mapping[str, int], groups_after: int
 ) -> list[int]:
-    """Return the next group of `size` nodes, and remove them from `left`."""
-    per_rack = Counter(nodes[i].rack for i in left)
+    """Return the next group of `size` nodes, and remove them from `left`, which has a list per kind of node, lowest last."""
+    per_rack = Counter[str]()
+    for alike in filter(None, left):
+        per_rack[nodes[alike[0]].rack] += len(alike)
     due = {rack: count - groups_after * share[rack] for rack, count in per_rack.items()}
     group: list[int] = []
     taken: Counter[str] = Counter()
@@ -279,8 +283,7 @@ def _take_group(
                 i,
             )
 
-        best = min(left, key=cost)
-        left.remove(best)
+        best = min(filter(None, left), key=lambda alike: cost(alike[-1])).pop()
         group.append(best)
         taken[nodes[best].rack] += 1
     return group

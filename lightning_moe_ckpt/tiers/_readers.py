@@ -351,7 +351,7 @@ class ObjectTier:
     def read_marker(self, holding: Holding) -> RankMarker:
         """Return the marker. Raises `Corrupt` if its digest is not the manifest's, `KeyMissing` if the marker is gone."""
         commit = self._commits.get(holding.generation)
-        if commit is None:
+        if commit is None or holding.owner >= commit.world_size:
             raise KeyMissing(f"{self._store.url}: no commit of {holding}.")
         return self._store.read_marker(commit, holding.owner)
 

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from door import Inventory, Reader, memory_of
+from door import Reader, memory_of
 
 from lightning_moe_ckpt.recovery import Transport, Version
 from lightning_moe_ckpt.recovery._attempt import RestoreAttempt, Restored, RestorePlan
+from lightning_moe_ckpt.recovery._transfer import agreed_inventory
 from lightning_moe_ckpt.storage import (
     Commit,
     GenerationId,
@@ -279,11 +280,11 @@ class PartialWorld(World):
         node = self.nodes[transport.rank]
         joined = RunStore.join(self.backend, run_id=run_id)
         reader = Reader(run_id, self.tiers[node], ObjectTier(joined, [*commits, *self.sources()]))
-        stocks = transport.gather_values(reader.stock(memory_of(node)).plain())
         sources = self.sources()
         by_version = {Version(c.generation, c.plan_hash): c for c in (*commits, *sources)}
         offered = [version for version, c in by_version.items() if c not in sources]
-        inventory = Inventory.of(stocks, offered, set(by_version).difference(offered))
+        stock = reader.stock(memory_of(node))
+        inventory = agreed_inventory(transport, stock, offered, set(by_version).difference(offered))
         alive = [each for each in inventory.all_versions if each.generation.step not in dead]
         digests = {version: commit.markers[transport.rank] for version, commit in by_version.items()}
         for version in inventory.usable(alive):

@@ -10,15 +10,15 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
-from door import Inventory, Reader, marker_paths, memory_files, memory_of
+from door import Reader, marker_paths, memory_files, memory_of
 from stored._segments import LAYOUT, entry_of, segment_bytes
 
 from lightning_moe_ckpt.recovery import Transport, Version
 from lightning_moe_ckpt.recovery._attempt import RestoreAttempt, Restored
-from lightning_moe_ckpt.recovery._transfer import RankBytes
+from lightning_moe_ckpt.recovery._transfer import RankBytes, agreed_inventory
 from lightning_moe_ckpt.storage import (
     Commit,
     GenerationId,
@@ -59,6 +59,16 @@ class ThreadTransport:
         values = list(self._wire.values)
         self._wire.barrier.wait()
         return values
+
+    def gather_distinct(self, value: object) -> list[Any]:
+        return self.gather_values(value)
+
+    def sum(self, own: torch.Tensor) -> torch.Tensor:
+        return torch.stack(cast("list[torch.Tensor]", self.gather_values(own))).sum(0)
+
+    def route(self, messages: Sequence[tuple[int, object]]) -> list[tuple[int, Any]]:
+        rows = cast("list[list[tuple[int, Any]]]", self.gather_values(list(messages)))
+        return [(sender, value) for sender, row in enumerate(rows) for to, value in row if to == self.rank]
 
     def transfer(self, sends: Sequence[RankBytes], receives: Sequence[RankBytes]) -> Callable[[], None]:
         for to, view in sends:
@@ -213,8 +223,8 @@ class World:
         """What one rank of a restart gets, and why newer versions were given up."""
         node, reasons = self.nodes[transport.rank], []
         reader = Reader(run_id, self.tiers[node], ObjectTier(RunStore.join(self.backend, run_id=run_id), commits))
-        stocks = transport.gather_values(reader.stock(memory_of(node)).plain())
-        inventory = Inventory.of(stocks, [Version(c.generation, c.plan_hash) for c in commits])
+        committed = [Version(c.generation, c.plan_hash) for c in commits]
+        inventory = agreed_inventory(transport, reader.stock(memory_of(node)), committed)
         digests = {Version(c.generation, c.plan_hash): c.markers[transport.rank] for c in commits}
         for version in inventory.usable(inventory.all_versions):
             attempt = RestoreAttempt(

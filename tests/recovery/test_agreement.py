@@ -19,7 +19,7 @@ def version(step: int, incarnation: int = 1, plan_hash: str = "a") -> Version:
 def inventory(*stocks: tuple[str, set[tuple[Version, int]]], committed: set[Version] | None = None) -> Inventory:
     """By rank: the name of its memory, and what is in it."""
     rows = [Stock(memory, tuple(Item(v, owner, "host") for v, owner in sorted(held))) for memory, held in stocks]
-    return Inventory(tuple(rows), frozenset(committed or ()))
+    return Inventory(dict(enumerate(rows)), frozenset(committed or ()))
 
 
 def usable(world: Inventory, history: History | None = None) -> list[Version]:
@@ -98,7 +98,7 @@ def test_agreement_is_what_trying_every_version_gives(world: Inventory, history:
 
     def somewhere(wanted: Version, owner: int) -> bool:
         return wanted in world.committed or any(
-            (item.version, item.owner) == (wanted, owner) for stock in world.stocks for item in stock.items
+            (item.version, item.owner) == (wanted, owner) for stock in world.stocks.values() for item in stock.items
         )
 
     expected = [
@@ -124,4 +124,4 @@ def test_agreement_is_what_trying_every_version_gives(world: Inventory, history:
 @given(inventories())
 def test_stocks_survive_the_exchange(world: Inventory) -> None:
     """What ranks tell each other in plain values is what they hold."""
-    assert Inventory.of([stock.plain() for stock in world.stocks], world.committed) == world
+    assert Inventory.of([stock.plain() for stock in world.stocks.values()], world.committed) == world

@@ -30,6 +30,15 @@ class Threads:
     def gather_values(self, value: object) -> list[Any]:
         raise NotImplementedError
 
+    def gather_distinct(self, value: object) -> list[Any]:
+        raise NotImplementedError
+
+    def sum(self, own: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def route(self, messages: Sequence[tuple[int, object]]) -> list[tuple[int, Any]]:
+        raise NotImplementedError
+
     def transfer(
         self, sends: Sequence[tuple[int, memoryview]], receives: Sequence[tuple[int, memoryview]]
     ) -> Callable[[], None]:
