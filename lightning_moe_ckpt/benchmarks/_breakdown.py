@@ -37,10 +37,7 @@ _OURS, _OF_LIGHTNING = "lightning_moe_ckpt.", "lightning.pytorch."
 PHASES = {
     "process group": [f"{_OURS}strategy:MoEStrategy setup_distributed"],
     "operators": [f"{_OURS}fit:FitSession __init__"],
-    "log": [
-        f"{_OURS}recovery._opener:RunOpener _open_store _open_incarnation",
-        f"{_OURS}recovery._opener:Search _list",
-    ],
+    "log": [f"{_OURS}recovery._opener:RunOpener _open_store _open_incarnation _list"],
     "agreement": [f"{_OURS}coordination:Exchange gather gather_tensor broadcast"],
     "discovery": [f"{_OURS}recovery._inventory:Reader __init__", f"{_OURS}recovery._attempt:RestoreAttempt marker"],
     "bytes and digests": [f"{_OURS}recovery._transfer:Transfer fill"],

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain, compress
 from operator import methodcaller
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -220,12 +220,10 @@ def agreed_schema(make: Callable[[], StateSchema], module: nn.Module, exchange: 
     Raises:
         UnsupportedOptimizer: `make` raised it on some rank, or ranks found different states; the same on all ranks.
     """
-    with exchange.raise_together(UnsupportedOptimizer):
+    with exchange.raise_together(UnsupportedOptimizer) as together:
         schema = make()
-    if exchange.world_size == 1:
-        return schema
-    said = exchange.gather_values([schema.reach.coupling, schema.reach.shown, _found_states(schema, module)])
-    rows = cast("list[tuple[Coupling, str, dict[str, str]]]", said)
+        together.value = [schema.reach.coupling, schema.reach.shown, _found_states(schema, module)]
+    rows: list[tuple[Coupling, str, dict[str, str]]] = together.values
     first = dict[str, tuple[int, str]]()
     for rank, (_, _, states) in enumerate(rows):
         for of, state in states.items():

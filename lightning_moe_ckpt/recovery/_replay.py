@@ -460,6 +460,10 @@ def _copies(
         slices: first element of each slice in `flat`, and its number of elements.
     """
     start, numel = slices
+    if len(numel) == 1:
+        first, size = int(at[0]), int(numel[0])
+        yield _typed(source[first : first + size * dtype.itemsize], dtype), flat[int(start[0]) : int(start[0]) + size]
+        return
     for size in np.unique(numel[numel > 0]).tolist():
         of = numel == size
         first, begin = int(at[of].min()), int(start[of].min())

@@ -121,9 +121,9 @@ def mirrors_pay(
 
 def _wire_rate(group: dist.ProcessGroup, placement: ReplicaPlacement, rank: int) -> float:
     """Return bytes per second of this rank's transfers to all holders and from all owners at once; 0 without any."""
-    payload, seconds = torch.zeros(_PROBE_NBYTES, dtype=torch.uint8), 0.0
-    holders, owners = placement.holders[rank], placement.owners(rank)
-    for _ in range(2):  # the first round also pays for connections
+    seconds, holders, owners = 0.0, placement.holders[rank], placement.owners(rank)
+    for nbytes in (1, _PROBE_NBYTES):  # the first round also pays for connections
+        payload = torch.zeros(nbytes, dtype=torch.uint8)
         received = [torch.empty_like(payload) for _ in owners]
         began = time.perf_counter()
         works = [group.send([payload], holder, _PROBE_TAG) for holder in holders]
