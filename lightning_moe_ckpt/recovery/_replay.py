@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import islice
 from operator import is_
 from typing import NamedTuple
 
@@ -135,6 +136,8 @@ class Replay:
         self._newest = -1
         """Index of the newest loaded step."""
         self._loaded = _Loaded([])
+        self._fetched: dict[int, tuple[list[_Sent], Iterator[_Sent]]] = {}
+        """Parts on their way, and those that follow, by the window's step; at most two are under way at once."""
 
     @property
     def dense(self) -> bool:
@@ -176,6 +179,19 @@ class Replay:
             )
         return same
 
+    def fetch(self, step: int) -> None:
+        """Begin to send the first records of boundary `step`, beside whatever comes before `load`; every rank must call it."""
+        index, group = step - self._first, self.groups.group("stage")
+        at_once = group is not None and dist.get_backend(group) == "nccl"  # which would wait for them here
+        if index < len(self._layouts) and not at_once:
+            parts = self._parts(index)
+            self._fetched[index] = [*islice(parts, 2)], parts
+
+    def move(self, groups: ParallelGroups, engine: CopyEngine) -> None:
+        """Go on in other groups; what is under way in those of before does not come."""
+        self.groups, self.engine = groups, engine
+        self._fetched.clear()
+
     def load(self, step: int) -> None:
         """Load the state of boundary `step`, without buffers; every rank must call it.
 
@@ -188,6 +204,7 @@ class Replay:
         self._active.update(self._full[self._newest])
         self._give_state()
         self.freeze()
+        self.fetch(step + 1)
         # Hooks at the begin of a fit and of an epoch follow the first load; behind others nobody comes unseen, or a validation.
         self._loaded = _Loaded(self._live(), with_digests=self._newest == 0 and not self._view.schema.has_rest)
 
@@ -237,22 +254,16 @@ class Replay:
 
     @torch.no_grad()
     def _load_records(self) -> None:
-        layout, segment = self._newest_step()
         for each in (self._view.params, *self._view.averages.all()):
             follow(each.values())
         scalars: Scalars | None = self.journals[self._newest]["outcome"].get("scalars")
         shared = frozenset[str]() if scalars is None else self._shared()
         self._reset(shared, scalars or {})
-        under_way: list[_Sent] = []
-        for region in layout.shards:
-            for writer in region:
-                if layout.written(region, writer).shards:
-                    under_way.append(self._sent(layout, segment, region, writer))
-                if len(under_way) > 1:  # this rank's own part, which is here, is loaded while another one comes
-                    first = next((i for i, part in enumerate(under_way) if part.is_own), 0)
-                    self._load_part(under_way.pop(first), shared)
-        for part in under_way:
-            self._load_part(part, shared)
+        under_way, parts = self._fetched.pop(self._newest, ([], self._parts(self._newest)))
+        while under_way := [*under_way, *islice(parts, 2 - len(under_way))]:
+            # This rank's own part, which is here, is loaded while another one comes.
+            first = next((i for i, part in enumerate(under_way) if part.is_own), 0)
+            self._load_part(under_way.pop(first), shared)
         self._load_scalars(scalars or {})
         self._view.schema.load_rest(self.journals[self._newest]["start"].get("optimizer", {}), self._view.params)
         for each in (self._view.params, *self._view.averages.all()):
@@ -288,6 +299,15 @@ class Replay:
                 live = self._view.schema.get_state(self._view.params[fqn], key)
                 assert live is not None
                 live.copy_(value)
+
+    def _parts(self, index: int) -> Iterator[_Sent]:
+        """Begin to send each part of one of the window's steps, as the caller asks for it."""
+        layout, segment = self._layouts[index], self._segments[index]
+        assert segment is not None
+        for region in layout.shards:
+            for writer in region:
+                if layout.written(region, writer).shards:
+                    yield self._sent(layout, segment, region, writer)
 
     def _sent(self, layout: FileLayout, segment: Tensor, region: Region, writer: int) -> _Sent:
         """Begin to give the region a writer's part."""
@@ -372,7 +392,7 @@ class Repeats:
         """Go on with a replay in another session, with that session's plan, groups and engine."""
         for each in (self.replay, self.unsettled):
             if each is not None:
-                each.groups, each.engine = groups, engine
+                each.move(groups, engine)
         if self.replay is not None:
             self.layout = layout
 

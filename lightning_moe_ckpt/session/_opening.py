@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from lightning_moe_ckpt.launch import Supervised
 from lightning_moe_ckpt.planning import Planner
-from lightning_moe_ckpt.recovery import RestoreSource, ResumeRequest, RunOpener, is_superseded
+from lightning_moe_ckpt.recovery import Replay, RestoreSource, ResumeRequest, RunOpener, is_superseded, replay_of
 from lightning_moe_ckpt.session._capture import CaptureSession
 from lightning_moe_ckpt.session._dense import DenseCapture
 from lightning_moe_ckpt.session._job import SessionJob
 from lightning_moe_ckpt.session._tiers import Tiers
-from lightning_moe_ckpt.snapshot import Identity, describe_stages
+from lightning_moe_ckpt.snapshot import Identity, WindowLayout, describe_stages
 from lightning_moe_ckpt.tiers import (
     STORAGE,
     HostWorker,
@@ -35,6 +35,8 @@ class OpenRun:
     opener: RunOpener
     found: RestoreSource | None
     """The generation to resume; `None` for a fresh start."""
+    loading: tuple[WindowLayout, Replay] | None
+    """Layout of that generation, and its replay before the first load; `None` if nothing is loaded."""
     planner: Planner
     memory: RankMemory
     storage: PersistWorker
@@ -98,7 +100,14 @@ def open_run(job: SessionJob, planner: Planner, *, load: bool) -> OpenRun:
             nbytes, older = planner.sizes.dense_nbytes, not policy.exact or policy.chains is not None
             memory = claim_memory(opener.claim, groups.rank, resumed, dense_nbytes=nbytes, older=older)
             failed.callback(memory.close, unlink=False)  # another rank may fail here, or while tiers are joined
-        run = _joined(job, opener, found, planner=planner, memory=memory, markers=markers)
+        loading = None
+        if found is not None and load:  # its bytes travel while tiers are joined
+            loading = replay_of(
+                *(found, view, groups, exchange, job.engine),
+                may_skip=job.may_skip and not job.compiled,
+                as_user=job.journals.as_user,
+            )
+        run = _joined(job, opener, found, loading, planner=planner, memory=memory, markers=markers)
         failed.pop_all()
     return run
 
@@ -107,6 +116,7 @@ def _joined(
     job: SessionJob,
     opener: RunOpener,
     found: RestoreSource | None,
+    loading: tuple[WindowLayout, Replay] | None,
     *,
     planner: Planner,
     memory: RankMemory,
@@ -135,7 +145,7 @@ def _joined(
     tiers = Tiers(workers, watcher=planner.tokens, config=paced, speaks=is_first)
     planner.joined(workers)
     return OpenRun(
-        *(job, opener, found, planner, memory, storage, tiers),
+        *(job, opener, found, loading, planner, memory, storage, tiers),
         dense=DenseCapture(job, name=opener.name, worker=storage, plans=planner),
         capture=CaptureSession(job, name=opener.name, tiers=tiers, plans=planner, rings=Rings(memory, job.engine)),
     )

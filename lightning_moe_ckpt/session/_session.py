@@ -21,7 +21,7 @@ from lightning_moe_ckpt.journal import UNFIT, Journal, encode
 from lightning_moe_ckpt.native import Bubbles
 from lightning_moe_ckpt.planning import Planner
 from lightning_moe_ckpt.process import FrozenHeap, HookClock, collections_paused
-from lightning_moe_ckpt.recovery import Repeats, RestoreSource, follow_found, load_found
+from lightning_moe_ckpt.recovery import Repeats, Replay, RestoreSource, follow_found, load_found
 from lightning_moe_ckpt.session._dense import DenseTurns
 from lightning_moe_ckpt.session._job import SessionJob
 from lightning_moe_ckpt.session._opening import OpenRun, open_run
@@ -98,20 +98,15 @@ class CheckpointSession:
             if found is not None and stay:
                 layout = self._take_up(found, *follow_found(found, job.view, job.groups, job.exchange))
                 self.repeats.go_on(layout, job.groups, job.engine)
-            elif found is not None:
-                start = self._load(found, started)
+            elif found is not None and run.loading is not None:
+                start = self._load(found, *run.loading, started)
         if start is None:
             self._heap.sweep()
         self._durations.start = time.perf_counter() - started
         return start
 
-    def _load(self, found: RestoreSource, started: float) -> Journal:
-        job = self.job
-        layout, replay = load_found(
-            *(found, job.view, job.groups, job.exchange, job.engine),
-            may_skip=job.may_skip and not job.compiled,
-            as_user=job.journals.as_user,
-        )
+    def _load(self, found: RestoreSource, layout: WindowLayout, replay: Replay, started: float) -> Journal:
+        load_found(found, replay, self.job.view.operators)
         self.repeats.begin(replay, self._take_up(found, layout, replay.journals[0]["outcome"]))
         self._durations.restore = time.perf_counter() - started
         log.info(
