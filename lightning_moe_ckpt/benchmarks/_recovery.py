@@ -43,7 +43,7 @@ from lightning_moe_ckpt.benchmarks._benchmark import (
     rounds_of,
     table_of,
 )
-from lightning_moe_ckpt.benchmarks._breakdown import PHASES, CostMeter, phases_of
+from lightning_moe_ckpt.benchmarks._breakdown import EXCHANGES, PHASES, CostMeter, phases_of
 from lightning_moe_ckpt.benchmarks._fits import (
     BenchModel,
     HandOver,
@@ -145,7 +145,7 @@ class Recovery:
     restored_from: list[dict[str, int]]
     """Bytes that each rank read, by tier: `host`, `peer` or `storage`; empty for other systems."""
     phases: list[dict[str, float]]
-    """Each rank's seconds by phase until its first step is done, with `--breakdown`."""
+    """Each rank's seconds by phase until its first step is done, and its `EXCHANGES`, with `--breakdown`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -442,7 +442,9 @@ class RecoveryFit:
             seed_everything(attempt.seed, verbose=False)  # another in every attempt: what is not restored shows
             data = random_tokens(self.size, attempt.world_size * (self.max_steps + 1))
             trainer.fit(model, data, ckpt_path=self._ckpt_path(folder))
-        phases = {} if meter is None else {name: cost.wall for name, cost in meter.costs().items()}
+        phases: dict[str, float] = {}
+        if meter is not None:
+            phases = {name: cost.wall for name, cost in meter.costs().items()} | {EXCHANGES: meter.calls["agreement"]}
         return {"begun": begun, "phases": phases, **_report(checkpoint)}
 
     def _checkpoint(self, attempt: Attempt, folder: Path, first: int) -> Callback | None:

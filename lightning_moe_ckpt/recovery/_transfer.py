@@ -36,6 +36,8 @@ _NUM_READERS = 4
 _VERIFIED_NBYTES = 4 * 2**20
 """Least bytes of records that a thread verifies at once."""
 
+_OTHER_MARKER = "its marker is not of the same generation as rank 0's"
+
 RankBytes = tuple[int, memoryview]
 """Another rank, and bytes to or from this rank; never empty."""
 
@@ -139,29 +141,27 @@ class Rounds:
     reasons: list[str] = field(default_factory=list)
     """Reasons why the version is given up, the same on all ranks; empty otherwise."""
 
-    def begin(self, fetches: Sequence[FetchRequest], *, busy: bool, lost: str) -> list[FetchRequest] | None:
+    def begin(
+        self, fetches: Sequence[FetchRequest], *, busy: bool, lost: str, common: str = ""
+    ) -> list[FetchRequest] | None:
         """Announce this rank's fetches of the next round.
 
         Args:
             fetches: of this rank.
             busy: whether this rank lacks records, from other ranks or from its own copies.
             lost: reason why this rank cannot be given its records; empty otherwise.
+            common: what this rank's marker says of all ranks; empty until it is found. As rounds end, ranks must say the same.
 
         Returns:
             The fetches of all ranks, in one order; `None` if the rounds end: nobody lacks anything, or some rank lost a
             record.
         """
-        rows = self.transport.gather_values([busy, lost, [fetch.plain() for fetch in fetches]])
+        rows = self.transport.gather_values([busy, lost, [fetch.plain() for fetch in fetches], common])
         self._lose([row[1] for row in rows])
         if self.reasons or not any(row[0] for row in rows):
+            self._lose(["" if self.reasons or row[3] == rows[0][3] else _OTHER_MARKER for row in rows])
             return None
         return [FetchRequest.from_plain(rank, plain) for rank, row in enumerate(rows) for plain in row[2]]
-
-    def all_equal(self, value: str, reason: str) -> bool:
-        """Return whether all ranks have the same value; if not, give the version up with this reason."""
-        values = self.transport.gather_values(value)
-        self._lose([reason if each != values[0] else "" for each in values])
-        return not self.reasons
 
     def _lose(self, reasons: Sequence[str]) -> None:
         self.reasons += [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
@@ -352,12 +352,7 @@ class MarkerSearch:
                 if sought.is_open:
                     self._accept(sought, sought.left.pop(0), answers[number])
         found = {which: sought.found for which, sought in self._sought.items() if sought.found is not None}
-        if self._rounds.reasons:
-            return None
-        reason = "its marker is not of the same generation as rank 0's"
-        if required is not None and not self._rounds.all_equal(_common(found[required]), reason):
-            return None
-        return found
+        return None if self._rounds.reasons else found
 
     def _begin_round(self, required: Which | None) -> list[FetchRequest] | None:
         fetches: list[FetchRequest] = []
@@ -372,10 +367,12 @@ class MarkerSearch:
             if sought.is_open:
                 copy = sought.left[0]
                 fetches.append(FetchRequest(self._rank, copy.readers[0], copy.version, copy.owner, copy.file, number))
-        lost = ""
-        if required is not None and not self._sought[required].is_open and self._sought[required].found is None:
+        lost = common = ""
+        if required is not None and (found := self._sought[required].found) is not None:
+            common = _common(found)
+        elif required is not None and not self._sought[required].is_open:
             lost = f"its marker is nowhere as it was written: {', '.join(self._sought[required].complaints)}"
-        return self._rounds.begin(fetches, busy=bool(fetches), lost=lost)
+        return self._rounds.begin(fetches, busy=bool(fetches), lost=lost, common=common)
 
     def _accept(self, sought: _Sought, copy: Replica, answer: bytes) -> None:
         if not answer:

@@ -40,7 +40,7 @@ from lightning_moe_ckpt.tiers._sealed import SealedSegment
 
 log = rank_logger(__name__)
 
-_PROBE_NBYTES = 4 * 2**20
+_PROBE_NBYTES = 2 * 2**20
 _PROBE_TAG = 70
 _PAYS = 2.0
 """Least ratio of local copy speed to network speed: training may wait for local copies, and never for the network."""
