@@ -14,7 +14,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -53,20 +53,9 @@ _DISTRIBUTIONS = ("torch", "lightning", "lightning-moe-ckpt")
 
 @cache
 def _version(name: str) -> str:
-    """Return a distribution's release from its metadata, which Python's parser for mail reads in 10 ms."""
-    text = metadata.distribution(name).read_text("METADATA") or ""
-    found = re.search(r"^Version: (.+)$", text, re.MULTILINE)
+    """Return a distribution's release from its metadata, without Python's slow parser for mail."""
+    found = re.search(r"(?m)^Version: (.+)$", metadata.distribution(name).read_text("METADATA") or "")
     return found[1].strip() if found else metadata.version(name)
-
-
-@dataclass
-class Together:
-    """Values of all ranks that are exchanged with their errors, see `Exchange.raise_together`."""
-
-    value: object = None
-    """Plain value of this rank, set in the body."""
-    values: list[Any] = field(default_factory=list)
-    """Values of all ranks behind the body, by rank."""
 
 
 class Exchange:
@@ -120,20 +109,23 @@ class Exchange:
         return [0] not in self.gather([int(flag)])
 
     @contextmanager
-    def raise_together(self, error: type[CheckpointError] = ConfigurationError) -> Iterator[Together]:
+    def raise_together(self, error: type[CheckpointError] = ConfigurationError) -> Iterator[list[Any]]:
         """If the body raises a `CheckpointError` on any rank, raise `error` on all ranks. Other exceptions are not caught: they leave
-        the other ranks waiting in the exchange. A value that the body gives comes with all others, in the same message. Collective.
+        the other ranks waiting in the exchange. Collective.
+
+        Yields:
+            An empty list for a plain value; behind the body, the values of all ranks.
 
         Args:
             error: class of what is raised, with the reasons of all ranks that failed; one reason of all ranks is said once.
         """
-        failed, together = None, Together()
+        failed, said = None, list[Any]()
         try:
-            yield together
+            yield said
         except CheckpointError as reason:
             failed = reason
-        rows = cast("list[list[Any]]", self.gather_values([None if failed is None else str(failed), together.value]))
-        reasons, together.values = [row[0] for row in rows], [row[1] for row in rows]
+        rows = cast("list[list[Any]]", self.gather_values([None if failed is None else str(failed), *said]))
+        reasons, said[:] = [row[0] for row in rows], [row[1] for row in rows if row[1:]]
         told = [
             f"rank {rank}: {reason}" for rank, reason in zip(self._ranks, reasons, strict=True) if reason is not None
         ]

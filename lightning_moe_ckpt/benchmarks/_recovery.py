@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -206,7 +206,7 @@ def table(figures: Sequence[RecoveryFigure | HostRestoreFigure]) -> RenderableTy
         f"one process, a checkpoint every {first.every} steps, medians of {len(first.rounds)} kills"
     )
     alone = [_host_line(figure) for figure in figures if isinstance(figure, HostRestoreFigure)]
-    caption = "\n".join([_NOTE, *_from_host(killed), *alone])
+    caption = "\n".join([_NOTE, *alone])
     lost = table_of(title, _COLUMNS, [_row(figure) for figure in killed], caption)
     phases = {f"{_SYSTEMS[each.system]}, {_LOSSES[each.loss]}": each.phases for each in killed if any(each.phases)}
     return Group(lost, phases_of(phases)) if phases else lost
@@ -317,18 +317,6 @@ def _host_line(figure: HostRestoreFigure) -> str:
         f"{milliseconds(max(figure.seconds))} in {len(figure.seconds)} kills; "
         f"goal 100 ms for 50 MiB: {figure.outcome}"
     )
-
-
-def _from_host(figures: Sequence[RecoveryFigure]) -> Iterator[str]:
-    """Yield a line per figure whose ranks all read their own node's memory, with the time until the Trainer trains."""
-    for figure in figures:
-        if figure.restored_from and all([*rank] == ["host"] for rank in figure.restored_from):
-            nbytes = max(sum(rank.values()) for rank in figure.restored_from)
-            yield (
-                f"{_SYSTEMS[figure.system]}, from the SIGKILL to a Trainer with {size_text(nbytes)} per rank out of host "
-                f"memory: {milliseconds(figure.ready_seconds)}, of which restoring took "
-                f"{milliseconds(figure.restore_seconds or 0)}"
-            )
 
 
 def _row(figure: RecoveryFigure) -> list[str]:

@@ -27,7 +27,7 @@ from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import IdentityMismatch, UnsupportedOptimizer
 from lightning_moe_ckpt.operators._copies import Beyond, copied_state, inner_optimizers, is_same, opened, put_back
-from lightning_moe_ckpt.operators._coupling import Coupling, Group, Reach, wideness
+from lightning_moe_ckpt.operators._coupling import Group, Reach, wideness
 from lightning_moe_ckpt.operators._found_layout import FoundLayout, StateEntry, recorded_value
 from lightning_moe_ckpt.operators._optimizer_classes import Layout, layout_of, reach_of
 from lightning_moe_ckpt.parallel import stepped_of
@@ -220,10 +220,9 @@ def agreed_schema(make: Callable[[], StateSchema], module: nn.Module, exchange: 
     Raises:
         UnsupportedOptimizer: `make` raised it on some rank, or ranks found different states; the same on all ranks.
     """
-    with exchange.raise_together(UnsupportedOptimizer) as together:
+    with exchange.raise_together(UnsupportedOptimizer) as rows:
         schema = make()
-        together.value = [schema.reach.coupling, schema.reach.shown, _found_states(schema, module)]
-    rows: list[tuple[Coupling, str, dict[str, str]]] = together.values
+        rows.append([schema.reach.coupling, schema.reach.shown, _found_states(schema, module)])
     first = dict[str, tuple[int, str]]()
     for rank, (_, _, states) in enumerate(rows):
         for of, state in states.items():

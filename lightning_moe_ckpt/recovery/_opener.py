@@ -12,21 +12,19 @@ earlier one still commits, and the search begins again.
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any, cast
 
 from lightning_moe_ckpt._logging import rank_logger
-from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.coordination import Exchange, warn_of_other_versions
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, IdentityMismatch, NoUsableGeneration
 from lightning_moe_ckpt.journal import Journal
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.recovery._attempt import RestoreAttempt, Restored, RestorePlan
 from lightning_moe_ckpt.recovery._fold import restore_chain
-from lightning_moe_ckpt.recovery._inventory import Inventory, Reader, Replica, Version, memory_of
+from lightning_moe_ckpt.recovery._inventory import Inventory, Reader, Version, memory_of, places_of
 from lightning_moe_ckpt.recovery._loading import (
     RestoreSource,
     ResumeRequest,
@@ -168,7 +166,7 @@ class RunOpener:
     # -- private
 
     def _open_store(self, backend: Backend, resume: Resume) -> object:
-        """Open the run, and return what `_list` does. Collective."""
+        """Open the run, and return its `_list`. Collective."""
 
         def open_run() -> object:
             self.store = RunStore.open(backend, resume=resume)
@@ -358,7 +356,7 @@ class Search:
         reasons = ["its commit and its markers speak of different ranks"] if contradicts else attempt.reasons
         self._note(version, reasons, given_up=found is None)
         if found is not None:
-            said = cast("list[str]", exchange.gather_values(_sources(attempt.nbytes)))
+            said = cast("list[str]", exchange.gather_values(places_of(attempt.nbytes)))
             self._log_sources(str(version), said)
             self.volatile |= {found.generation}
         return found
@@ -430,17 +428,18 @@ class Search:
 
         If it fits, give the view's operators the constants of the generation's plan; generations may differ.
         """
-        with self._exchange.raise_together(IdentityMismatch) as together:
+        view = self._job.view
+        with self._exchange.raise_together(IdentityMismatch) as reasons:
             try:
                 self._stored_layouts = stored_layouts(marker)
-                together.value = misfit(marker, view := self._job.view)
+                reasons.append(misfit(marker, view))
             except Corrupt as error:
-                together.value = str(error)
-            if together.value is None:
+                reasons.append(str(error))
+            if reasons == [None]:
                 with understood(f"{marker.generation}: its plan"):
                     plan = PlanRecord.from_json(str(marker.policy["plan"]))
                     view.operators = view.operators.without(plan.constants, plan.thawed)
-        return _by_rank(together.values)
+        return _by_rank(reasons)
 
     def _unread(self, version: Version, part: Restored, start: Journal) -> list[str]:
         """Fill `start`, and return all ranks' reasons why journals cannot be read; log the sources of bytes without any. Collective."""
@@ -449,7 +448,7 @@ class Search:
             read_start(part, start)
         except Corrupt as error:
             reason = str(error)
-        said = self._exchange.gather_values([reason, _sources(part.nbytes)])
+        said = self._exchange.gather_values([reason, places_of(part.nbytes)])
         rows = cast("list[tuple[str | None, str]]", said)
         if not (unread := _by_rank([each for each, _ in rows])):
             self._log_sources(str(version), [each for _, each in rows])
@@ -537,14 +536,6 @@ class Search:
 
 def _by_rank(reasons: Sequence[str | None]) -> list[str]:
     return [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]
-
-
-def _sources(read: Mapping[Replica, int]) -> str:
-    """Return bytes read by their place, in words."""
-    places = Counter[str]()
-    for copy, nbytes in read.items():
-        places[str(copy)] += nbytes
-    return ", ".join(f"{size_text(nbytes)} from {place}" for place, nbytes in places.items())
 
 
 def _warn_of_a_restart(url: str) -> None:

@@ -136,7 +136,7 @@ class Replay:
         self._newest = -1
         """Index of the newest loaded step."""
         self._loaded = _Loaded([])
-        self._fetched: dict[int, tuple[list[_Sent], Iterator[_Sent]]] = {}
+        self.fetched: dict[int, tuple[list[_Sent], Iterator[_Sent]]] = {}
         """Parts on their way, and those that follow, by the window's step; at most two are under way at once."""
 
     @property
@@ -185,12 +185,7 @@ class Replay:
         at_once = group is not None and dist.get_backend(group) == "nccl"  # which would wait for them here
         if index < len(self._layouts) and not at_once:
             parts = self._parts(index)
-            self._fetched[index] = [*islice(parts, 2)], parts
-
-    def move(self, groups: ParallelGroups, engine: CopyEngine) -> None:
-        """Go on in other groups; what is under way in those of before does not come."""
-        self.groups, self.engine = groups, engine
-        self._fetched.clear()
+            self.fetched[index] = [*islice(parts, 2)], parts
 
     def load(self, step: int) -> None:
         """Load the state of boundary `step`, without buffers; every rank must call it.
@@ -259,7 +254,7 @@ class Replay:
         scalars: Scalars | None = self.journals[self._newest]["outcome"].get("scalars")
         shared = frozenset[str]() if scalars is None else self._shared()
         self._reset(shared, scalars or {})
-        under_way, parts = self._fetched.pop(self._newest, ([], self._parts(self._newest)))
+        under_way, parts = self.fetched.pop(self._newest, ([], self._parts(self._newest)))
         while under_way := [*under_way, *islice(parts, 2 - len(under_way))]:
             # This rank's own part, which is here, is loaded while another one comes.
             first = next((i for i, part in enumerate(under_way) if part.is_own), 0)
@@ -392,7 +387,8 @@ class Repeats:
         """Go on with a replay in another session, with that session's plan, groups and engine."""
         for each in (self.replay, self.unsettled):
             if each is not None:
-                each.move(groups, engine)
+                each.groups, each.engine = groups, engine
+                each.fetched.clear()  # what is under way in the groups of before does not come
         if self.replay is not None:
             self.layout = layout
 

@@ -150,7 +150,7 @@ class Rounds:
             fetches: of this rank.
             busy: whether this rank lacks records, from other ranks or from its own copies.
             lost: reason why this rank cannot be given its records; empty otherwise.
-            common: what this rank's marker says of all ranks; empty until it is found. As rounds end, ranks must say the same.
+            common: digest of the facts common to all ranks' markers; empty until the marker is found. Must be equal as rounds end.
 
         Returns:
             The fetches of all ranks, in one order; `None` if the rounds end: nobody lacks anything, or some rank lost a

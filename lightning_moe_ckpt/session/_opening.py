@@ -35,8 +35,6 @@ class OpenRun:
     opener: RunOpener
     found: RestoreSource | None
     """The generation to resume; `None` for a fresh start."""
-    loading: tuple[WindowLayout, Replay] | None
-    """Layout of that generation, and its replay before the first load; `None` if nothing is loaded."""
     planner: Planner
     memory: RankMemory
     storage: PersistWorker
@@ -61,8 +59,8 @@ class OpenRun:
         self.opener.close()
 
 
-def open_run(job: SessionJob, planner: Planner, *, load: bool) -> OpenRun:
-    """Open the run and make its parts, with one worker per tier, in the same order on all ranks. Collective.
+def open_run(job: SessionJob, planner: Planner, *, load: bool) -> tuple[OpenRun, tuple[WindowLayout, Replay] | None]:
+    """Open the run and make its parts, with one worker per tier, in the same order on all ranks; and begin to `load`. Collective.
 
     Where constants change what trains, another planner takes the place of `planner`. `load` is that of `Planner.settle`.
     """
@@ -107,16 +105,15 @@ def open_run(job: SessionJob, planner: Planner, *, load: bool) -> OpenRun:
                 may_skip=job.may_skip and not job.compiled,
                 as_user=job.journals.as_user,
             )
-        run = _joined(job, opener, found, loading, planner=planner, memory=memory, markers=markers)
+        run = _joined(job, opener, found, planner=planner, memory=memory, markers=markers)
         failed.pop_all()
-    return run
+    return run, loading
 
 
 def _joined(
     job: SessionJob,
     opener: RunOpener,
     found: RestoreSource | None,
-    loading: tuple[WindowLayout, Replay] | None,
     *,
     planner: Planner,
     memory: RankMemory,
@@ -145,7 +142,7 @@ def _joined(
     tiers = Tiers(workers, watcher=planner.tokens, config=paced, speaks=is_first)
     planner.joined(workers)
     return OpenRun(
-        *(job, opener, found, loading, planner, memory, storage, tiers),
+        *(job, opener, found, planner, memory, storage, tiers),
         dense=DenseCapture(job, name=opener.name, worker=storage, plans=planner),
         capture=CaptureSession(job, name=opener.name, tiers=tiers, plans=planner, rings=Rings(memory, job.engine)),
     )

@@ -87,7 +87,8 @@ class CheckpointSession:
         """
         started, job = time.perf_counter(), self.job
         with self._heap.keeping():
-            self._run = run = open_run(job, self._planner, load=not stay)
+            self._run, loading = open_run(job, self._planner, load=not stay)
+            run = self._run
             self.is_open, self._planner, found = True, run.planner, run.found
             if job.exchange.is_coordinator:
                 run.opener.store.tell(self._figures)
@@ -98,8 +99,10 @@ class CheckpointSession:
             if found is not None and stay:
                 layout = self._take_up(found, *follow_found(found, job.view, job.groups, job.exchange))
                 self.repeats.go_on(layout, job.groups, job.engine)
-            elif found is not None and run.loading is not None:
-                start = self._load(found, *run.loading, started)
+            elif found is not None and loading is not None:
+                start = self._load(found, *loading, started)
+            if found is not None:
+                found.segments.clear()  # the replay has them, and lets go of each once it is settled
         if start is None:
             self._heap.sweep()
         self._durations.start = time.perf_counter() - started
@@ -112,7 +115,7 @@ class CheckpointSession:
         log.info(
             "resumes from %s, plan %s, at step %d in %.2f s; dense after %d replayed steps",
             *(found.generation, xxh3_128_hexdigest(found.policy["plan"].encode())[:8], found.first_step),
-            *(self._durations.restore, len(found.segments) - 1),
+            *(self._durations.restore, len(found.steps) - 1),
         )
         start: Journal = replay.journals[0]["start"]
         return start

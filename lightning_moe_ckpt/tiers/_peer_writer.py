@@ -434,16 +434,14 @@ def join_peers(
         return []
     here = [rank for rank, domain in enumerate(domains) if domain.node == domains[groups.rank].node]
     held_nbytes, keep = sum(map(placement.held_nbytes, here)), plan.generations_kept
-    with (
-        exchange.raise_together() as together
-    ):  # the memory that this node's ranks reserve, as known before the first plan
+    with exchange.raise_together() as room:  # the memory that this node's ranks reserve, as known before the first plan
         expect_room(shared_directory(), COPIES * held_nbytes)
-        together.value = has_room(shared_directory(), (COPIES + _RING_GENERATIONS + keep) * held_nbytes)
+        room.append(has_room(shared_directory(), (COPIES + _RING_GENERATIONS + keep) * held_nbytes))
     if exchange.is_coordinator:
         log.info("%s", survival_summary(placement))
     mirroring = mirroring_of(placement, groups.rank, peers)
     if config.redundancy == "auto":
-        mirrors = all(together.values) and mirrors_pay(group, placement, exchange, device, replicas)
+        mirrors = all(room) and mirrors_pay(group, placement, exchange, device, replicas)
     else:
         mirrors = config.redundancy
     if not mirrors:
@@ -476,8 +474,7 @@ def _domains(
     given: Sequence[FailureDomain] | None, exchange: Exchange, groups: ParallelGroups, dense_nbytes: int
 ) -> tuple[list[FailureDomain], list[int]]:
     """Return every rank's domain, as given or as each rank detects its own, and every rank's `dense_nbytes`. Collective."""
-    with exchange.raise_together() as together:
+    with exchange.raise_together() as rows:
         own = this_domain() if given is None else expect_domains(given, groups.world_size)[groups.rank]
-        together.value = [own.node, own.rack, own.host, dense_nbytes]
-    domains = [FailureDomain(node=node, rack=rack, host=host) for node, rack, host, _ in together.values]
-    return domains, [row[-1] for row in together.values]
+        rows.append([own.node, own.rack, own.host, dense_nbytes])
+    return [FailureDomain(node=node, rack=rack, host=host) for node, rack, host, _ in rows], [row[-1] for row in rows]
