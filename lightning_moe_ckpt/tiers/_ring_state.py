@@ -74,15 +74,14 @@ class SlotPool:
     def lay(self, block: int) -> None:
         """Divide the slots into blocks anew; those with segments are full."""
         self.block, self._num_blocks = block, self._header.num_slots // block
-        self._live = Counter[int]()
+        self._live: dict[int, int] = {}
         """Number of segments, by block in use."""
         self._next: dict[int, int] = {}
         """Slot for the next segment, by block in use."""
         for slot, stop in self.ends.items():
             # Several blocks if an earlier process had others.
-            blocks = range(slot // block, (stop - 1) // block + 1)
-            self._live.update(blocks)
-            self._next.update(zip(blocks, range((blocks.start + 1) * block, stop + block, block), strict=False))
+            for at in range(slot // block, (stop - 1) // block + 1):
+                self._live[at], self._next[at] = self._live.get(at, 0) + 1, (at + 1) * block
 
     @property
     def free(self) -> int:
@@ -106,7 +105,7 @@ class SlotPool:
             self._next[at] = at * self.block
         first = self._next[at]
         self._next[at] = self.ends[first] = first + slots
-        self._live[at] += 1
+        self._live[at] = self._live.get(at, 0) + 1
         return first
 
     def blocks(self, sizes: Iterable[int]) -> int:
