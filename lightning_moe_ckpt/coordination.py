@@ -13,6 +13,7 @@ killed is gone, or a zombie until its launcher looks. Of ranks on other nodes no
 from __future__ import annotations
 
 import os
+import re
 import struct
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
@@ -61,7 +62,12 @@ VERSIONS = "versions"
 _DISTRIBUTIONS = ("torch", "lightning", "lightning-moe-ckpt")
 """Libraries that decide the bits of a step: the same state and data give the same bits only in the same kernels and loops."""
 
-_version = cache(metadata.version)
+
+@cache
+def _version(name: str) -> str:
+    """Return a distribution's release from its metadata, without Python's slow parser for mail."""
+    found = re.search(r"(?m)^Version: (.+)$", metadata.distribution(name).read_text("METADATA") or "")
+    return found[1].strip() if found else metadata.version(name)
 
 
 class Exchange:
@@ -116,19 +122,23 @@ class Exchange:
         return all(self.gather_distinct(flag))
 
     @contextmanager
-    def raise_together(self, error: type[CheckpointError] = ConfigurationError) -> Iterator[None]:
+    def raise_together(self, error: type[CheckpointError] = ConfigurationError) -> Iterator[list[Any]]:
         """If the body raises a `CheckpointError` on any rank, raise `error` on all ranks. Other exceptions are not caught: they leave
         the other ranks waiting in the exchange. Collective.
+
+        Yields:
+            An empty list for a plain value; behind the body, the values of all ranks.
 
         Args:
             error: class of what is raised, with the reasons of all ranks that failed; one reason of all ranks is said once.
         """
-        failed: CheckpointError | None = None
+        failed, said = None, list[Any]()
         try:
-            yield
+            yield said
         except CheckpointError as reason:
             failed = reason
-        reasons = self.gather_values(None if failed is None else str(failed))
+        rows = cast("list[list[Any]]", self.gather_values([None if failed is None else str(failed), *said]))
+        reasons, said[:] = [row[0] for row in rows], [row[1] for row in rows if row[1:]]
         told = [
             f"rank {rank}: {reason}" for rank, reason in zip(self._ranks, reasons, strict=True) if reason is not None
         ]

@@ -12,7 +12,7 @@ import pkgutil
 import re
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import wraps
@@ -37,10 +37,7 @@ _OURS, _OF_LIGHTNING = "lightning_moe_ckpt.", "lightning.pytorch."
 PHASES = {
     "process group": [f"{_OURS}strategy:MoEStrategy setup_distributed"],
     "operators": [f"{_OURS}fit:FitSession __init__"],
-    "log": [
-        f"{_OURS}recovery._opener:RunOpener _open_store _open_incarnation",
-        f"{_OURS}recovery._opener:Search _list",
-    ],
+    "log": [f"{_OURS}recovery._opener:RunOpener _open_store _open_incarnation _list"],
     "agreement": [f"{_OURS}coordination:Exchange gather gather_tensor broadcast"],
     "discovery": [f"{_OURS}recovery._inventory:Reader __init__", f"{_OURS}recovery._attempt:RestoreAttempt marker"],
     "bytes and digests": [f"{_OURS}recovery._transfer:Transfer fill"],
@@ -57,6 +54,8 @@ PHASES = {
     "rest of a restore": [f"{_OURS}session:CheckpointSession begin", f"{_OURS}fit._recorder:BoundaryRecorder resume"],
 }
 """Functions by a restart's phase: owners, each with its functions' names."""
+EXCHANGES = "exchanges"
+"""Number of exchanges of values between ranks in a restart, beside its phases."""
 
 
 class CostMeter:
@@ -66,7 +65,7 @@ class CostMeter:
     """
 
     def __init__(self, functions: Mapping[str, Sequence[str]]) -> None:
-        self._costs = defaultdict[str, Cost](lambda: _NOTHING)
+        self._costs, self.calls = defaultdict[str, Cost](lambda: _NOTHING), Counter[str]()
         self._thread, self._inside = threading.get_ident(), [_NOTHING]
         for name, places in functions.items():
             for place, *attributes in map(str.split, places):
@@ -88,6 +87,7 @@ class CostMeter:
             if threading.get_ident() != self._thread:
                 return function(*args, **kwargs)
             self._inside.append(_NOTHING)
+            self.calls[name] += 1
             wall, cpu = time.perf_counter(), time.thread_time()
             try:
                 return function(*args, **kwargs)
@@ -114,6 +114,9 @@ def phases_of(columns: Mapping[str, Sequence[Mapping[str, float]]]) -> Renderabl
         [name, *(" / ".join(f"{1e3 * rank.get(name, 0.0):.1f}" for rank in ranks) for ranks in columns.values())]
         for name in PHASES
     ]
+    rows.append(
+        [EXCHANGES, *(" / ".join(f"{rank.get(EXCHANGES, 0):.0f}" for rank in ranks) for ranks in columns.values())]
+    )
     note = "milliseconds of the training thread until the first step was done, by rank; waits for other ranks are in agreement"
     return table_of("Phases of these restarts", ("", *columns), rows, note)
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -43,7 +43,7 @@ from lightning_moe_ckpt.benchmarks._benchmark import (
     rounds_of,
     table_of,
 )
-from lightning_moe_ckpt.benchmarks._breakdown import PHASES, CostMeter, phases_of
+from lightning_moe_ckpt.benchmarks._breakdown import EXCHANGES, PHASES, CostMeter, phases_of
 from lightning_moe_ckpt.benchmarks._fits import (
     BenchModel,
     HandOver,
@@ -145,7 +145,7 @@ class Recovery:
     restored_from: list[dict[str, int]]
     """Bytes that each rank read, by tier: `host`, `peer` or `storage`; empty for other systems."""
     phases: list[dict[str, float]]
-    """Each rank's seconds by phase until its first step is done, with `--breakdown`."""
+    """Each rank's seconds by phase until its first step is done, and its `EXCHANGES`, with `--breakdown`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -206,7 +206,7 @@ def table(figures: Sequence[RecoveryFigure | HostRestoreFigure]) -> RenderableTy
         f"one process, a checkpoint every {first.every} steps, medians of {len(first.rounds)} kills"
     )
     alone = [_host_line(figure) for figure in figures if isinstance(figure, HostRestoreFigure)]
-    caption = "\n".join([_NOTE, *_from_host(killed), *alone])
+    caption = "\n".join([_NOTE, *alone])
     lost = table_of(title, _COLUMNS, [_row(figure) for figure in killed], caption)
     phases = {f"{_SYSTEMS[each.system]}, {_LOSSES[each.loss]}": each.phases for each in killed if any(each.phases)}
     return Group(lost, phases_of(phases)) if phases else lost
@@ -317,18 +317,6 @@ def _host_line(figure: HostRestoreFigure) -> str:
         f"{milliseconds(max(figure.seconds))} in {len(figure.seconds)} kills; "
         f"goal 100 ms for 50 MiB: {figure.outcome}"
     )
-
-
-def _from_host(figures: Sequence[RecoveryFigure]) -> Iterator[str]:
-    """Yield a line per figure whose ranks all read their own node's memory, with the time until the Trainer trains."""
-    for figure in figures:
-        if figure.restored_from and all([*rank] == ["host"] for rank in figure.restored_from):
-            nbytes = max(sum(rank.values()) for rank in figure.restored_from)
-            yield (
-                f"{_SYSTEMS[figure.system]}, from the SIGKILL to a Trainer with {size_text(nbytes)} per rank out of host "
-                f"memory: {milliseconds(figure.ready_seconds)}, of which restoring took "
-                f"{milliseconds(figure.restore_seconds or 0)}"
-            )
 
 
 def _row(figure: RecoveryFigure) -> list[str]:
@@ -442,7 +430,9 @@ class RecoveryFit:
             seed_everything(attempt.seed, verbose=False)  # another in every attempt: what is not restored shows
             data = random_tokens(self.size, attempt.world_size * (self.max_steps + 1))
             trainer.fit(model, data, ckpt_path=self._ckpt_path(folder))
-        phases = {} if meter is None else {name: cost.wall for name, cost in meter.costs().items()}
+        phases: dict[str, float] = {}
+        if meter is not None:
+            phases = {name: cost.wall for name, cost in meter.costs().items()} | {EXCHANGES: meter.calls["agreement"]}
         return {"begun": begun, "phases": phases, **_report(checkpoint)}
 
     def _checkpoint(self, attempt: Attempt, folder: Path, first: int) -> Callback | None:

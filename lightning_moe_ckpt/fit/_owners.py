@@ -195,8 +195,12 @@ def _own_names() -> dict[type, frozenset[str]]:
 
 def _not_users(owner: object) -> frozenset[str]:
     """Return names that belong to the library. A module's `training` is the user's: frozen norms are set to `eval`."""
-    own = {name for kind, names in _own_names().items() if isinstance(owner, kind) for name in names}
-    if isinstance(owner, Callback | LightningDataModule):
+    names, bases = (
+        _own_names(),
+        type(owner).__mro__,
+    )  # not `isinstance`, as abstract classes ask all of their subclasses
+    own = {name for kind in bases for name in names.get(kind, ())}
+    if Callback in bases or LightningDataModule in bases:
         kind: Any = type(owner)
         return frozenset(own | _set_by_library(kind))
     if is_library(type(owner)) and not isinstance(owner, nn.Module) and type(owner) is not DataLoader:

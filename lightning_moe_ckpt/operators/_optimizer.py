@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain, compress
 from operator import methodcaller
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import IdentityMismatch, UnsupportedOptimizer
 from lightning_moe_ckpt.operators._copies import Beyond, copied_state, inner_optimizers, is_same, opened, put_back
-from lightning_moe_ckpt.operators._coupling import Coupling, Group, Reach, wideness
+from lightning_moe_ckpt.operators._coupling import Group, Reach, wideness
 from lightning_moe_ckpt.operators._found_layout import FoundLayout, StateEntry, recorded_value
 from lightning_moe_ckpt.operators._optimizer_classes import Layout, layout_of, reach_of
 from lightning_moe_ckpt.parallel import stepped_of
@@ -220,12 +220,9 @@ def agreed_schema(make: Callable[[], StateSchema], module: nn.Module, exchange: 
     Raises:
         UnsupportedOptimizer: `make` raised it on some rank, or ranks found different states; the same on all ranks.
     """
-    with exchange.raise_together(UnsupportedOptimizer):
+    with exchange.raise_together(UnsupportedOptimizer) as rows:
         schema = make()
-    if exchange.world_size == 1:
-        return schema
-    said = exchange.gather_values([schema.reach.coupling, schema.reach.shown, _found_states(schema, module)])
-    rows = cast("list[tuple[Coupling, str, dict[str, str]]]", said)
+        rows.append([schema.reach.coupling, schema.reach.shown, _found_states(schema, module)])
     first = dict[str, tuple[int, str]]()
     for rank, (_, _, states) in enumerate(rows):
         for of, state in states.items():

@@ -24,6 +24,7 @@ from lightning_moe_ckpt.recovery._loading import ResumeRequest as ResumeRequest
 from lightning_moe_ckpt.recovery._loading import Retold as Retold
 from lightning_moe_ckpt.recovery._loading import follow_found as follow_found
 from lightning_moe_ckpt.recovery._loading import load_found as load_found
+from lightning_moe_ckpt.recovery._loading import replay_of as replay_of
 from lightning_moe_ckpt.recovery._opener import RunOpener as RunOpener
 from lightning_moe_ckpt.recovery._outcomes import joined_outcome as joined_outcome
 from lightning_moe_ckpt.recovery._replay import Repeats as Repeats

@@ -79,11 +79,11 @@ class ShardSource:
 class RestorePlan:
     """The ranks' agreement, equal on all ranks; experts by name."""
 
-    generations: Mapping[str, GenerationId]
+    generations: Mapping[str, GenerationId] = field(default_factory=dict)
     """Source generation of each expert."""
-    shards: Mapping[str, Sequence[ShardSource]]
+    shards: Mapping[str, Sequence[ShardSource]] = field(default_factory=dict)
     """Shards of each expert over all ranks, in the order of ranks."""
-    levels: Mapping[str, frozenset[LedgerLevel]]
+    levels: Mapping[str, frozenset[LedgerLevel]] = field(default_factory=dict)
     """Levels that hold all of each expert's copy."""
     bad: Mapping[str, Mapping[GenerationId, bool]] = field(default_factory=dict)
     """Generations whose copy of an expert is bad, newest first, and whether storage had that copy."""
@@ -210,8 +210,8 @@ class RestoreAttempt:
                 experts.
         """
         sizes = experts if self.is_partial else {}
-        while (sources := self._agree(sizes)) is not None:
-            chosen = self._describe(sources, sizes)
+        while (sources := self._agree(sizes) if self.is_partial else {}) is not None:
+            chosen = self._describe(sources, sizes) if self.is_partial else RestorePlan()
             layouts = list(lay_out(chosen))
             buffers = [torch.empty(layout.nbytes, dtype=torch.uint8) for layout in layouts]
             own = {expert: sources[expert] for expert in sizes if expert in sources}
@@ -221,7 +221,7 @@ class RestoreAttempt:
                 assemblies, broken = self._whole_steps(marker, layouts, buffers)
             if not self._transfer.fill([*assemblies.values()], broken):
                 return None
-            if not self._exclude_lost(assemblies, sources):
+            if not self.is_partial or not self._exclude_lost(assemblies, sources):
                 nbytes = dict(sum((assembly.supplied for assembly in assemblies.values()), Counter[Replica]()))
                 return Restored(marker=marker, segments=buffers, layouts=layouts, nbytes=nbytes, chosen=chosen)
         return None
@@ -240,6 +240,8 @@ class RestoreAttempt:
             Values by generation, from the stage's first rank that can read the record; generations that nobody can read
             are left out.
         """
+        if not generations:
+            return {}
         wanted, found, rank = sorted(generations), dict[int, T](), self._transport.rank
         self._add_markers([each for each in self._reachable if each.generation in generations])
         local = {i: replicas for i, each in enumerate(wanted) if (replicas := self._index.local(each, name))}

@@ -143,7 +143,7 @@ def restore_chain(attempt: RestoreAttempt, marker: RankMarker) -> tuple[Restored
         segments=[state.segment],
         layouts=[state.layout],
         nbytes=dict(chain.supplied),
-        chosen=RestorePlan(generations={}, shards={}, levels={}),
+        chosen=RestorePlan(),
     )
     return restored, chain.reasons
 

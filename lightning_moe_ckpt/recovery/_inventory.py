@@ -14,6 +14,7 @@ Source: TierCheck (2026), Fig. 5, for a resume's sources.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -23,6 +24,7 @@ from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt, KeyMissing
 from lightning_moe_ckpt.snapshot import PlanRecord
 from lightning_moe_ckpt.storage import Commit, GenerationId, RankMarker, RunStore, SegmentEntry
@@ -351,6 +353,14 @@ def _stored(item: Item) -> Holding:
 def stored(version: Version, owner: int, rank: int | None = None) -> Replica:
     """Return the copy of a rank's part in storage, as `rank` (default: `owner`) reads it."""
     return Replica(STORAGE, "", "", (owner if rank is None else rank,), version, owner)
+
+
+def places_of(read: Mapping[Replica, int]) -> str:
+    """Return bytes read, by their place, in words."""
+    places = Counter[str]()
+    for copy, nbytes in read.items():
+        places[str(copy)] += nbytes
+    return ", ".join(f"{size_text(nbytes)} from {place}" for place, nbytes in places.items())
 
 
 def memory_of(directory: Path) -> str:

@@ -250,7 +250,7 @@ class RestoreSource:
                 )
 
 
-def load_found(
+def replay_of(
     found: RestoreSource,
     view: StateView,
     groups: ParallelGroups,
@@ -260,7 +260,7 @@ def load_found(
     may_skip: bool,
     as_user: Callable[[Journal], None],
 ) -> tuple[WindowLayout, Replay]:
-    """Load the first step, and buffers. Collective.
+    """Make ready to load a generation; its first records are on their way to all ranks when this returns. Collective.
 
     Args:
         found: a verified generation.
@@ -272,7 +272,7 @@ def load_found(
         as_user: see `Replay`.
 
     Returns:
-        The generation's layout, and its replay. The replay's first journal has the token ledger as of now.
+        The generation's layout, and its replay, for `load_found`.
 
     Raises:
         IdentityMismatch: the segments are not laid out as this model, plan and world require.
@@ -291,10 +291,15 @@ def load_found(
         as_user=as_user,
         missing=found.chosen.missing,
     )
+    replay.fetch(found.first_step)
+    return layout, replay
+
+
+def load_found(found: RestoreSource, replay: Replay, operators: OperatorSet) -> None:
+    """Load the first step, and buffers; bring the token ledger in the replay's first journal up to date. Collective."""
     replay.load(found.first_step)
     replay.load_buffers()
-    note_recovery(found.generation, found.chosen, found.tokens, replay.journals[0]["outcome"], view.operators)
-    return layout, replay
+    note_recovery(found.generation, found.chosen, found.tokens, replay.journals[0]["outcome"], operators)
 
 
 def follow_found(

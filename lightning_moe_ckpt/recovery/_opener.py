@@ -12,21 +12,19 @@ earlier one still commits, and the search begins again.
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from lightning_moe_ckpt._logging import rank_logger
-from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.coordination import Exchange, warn_of_other_versions
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, IdentityMismatch, NoUsableGeneration
 from lightning_moe_ckpt.journal import Journal
 from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.recovery._attempt import RestoreAttempt, RestorePlan
+from lightning_moe_ckpt.recovery._attempt import RestoreAttempt, Restored, RestorePlan
 from lightning_moe_ckpt.recovery._fold import restore_chain
-from lightning_moe_ckpt.recovery._inventory import Inventory, Reader, Replica, Version, memory_of
+from lightning_moe_ckpt.recovery._inventory import Inventory, Reader, Version, memory_of, places_of
 from lightning_moe_ckpt.recovery._loading import (
     RestoreSource,
     ResumeRequest,
@@ -93,10 +91,9 @@ class RunOpener:
         *,
         bandwidth: int | None = None,
     ) -> None:
-        self._exchange = exchange
-        with exchange.raise_together():  # a package may be missing on one machine only
-            self._backend: Backend = open_backend(url, storage_options=storage_options, bandwidth=bandwidth)
-            _refuse_process_memory(self._backend.url, groups.world_size)
+        self._exchange, self._world_size = exchange, groups.world_size
+        self._open_backend = partial(open_backend, url, storage_options=storage_options, bandwidth=bandwidth)
+        self._backend: Backend | None = None
         self.store: RunStore
         self._incarnation, self._nonce = 0, ""
         self._tag = ""
@@ -120,25 +117,27 @@ class RunOpener:
             NoUsableGeneration: none of the generations could be read, or `resume='must'` found none.
             IdentityMismatch: the run was written by another model, optimizer or world.
         """
-        with self._exchange.raise_together():
+        with self._exchange.raise_together():  # a package may be missing on one machine only
+            self._backend = self._open_backend()
+            _refuse_process_memory(self._backend.url, self._world_size)
             expect_header_fits(job.view, job.groups)
-        self._open_store(resume)
+        listed = self._open_store(self._backend, resume)
         if job.only_tag not in {"", self._tag}:
             raise ConfigurationError(
-                f"`moe-ckpt densify` was given another URL than the callback of this script, {self._backend.url}. Give it that "
+                f"`moe-ckpt densify` was given another URL than the callback of this script, {self.store.url}. Give it that "
                 "one, or change the script's by arguments behind `--`."
             )
         any_memory, fresh = resume == "memory", job.view.operators
         with closing(HostTier(self._tag)) as memory:
             while True:
                 search = Search(self.store, self._exchange, memory, job, any_memory=any_memory)
-                found = search.run()
+                found = search.run(listed)
                 if found is None and (resume == "must" or (search.reasons and not search.nothing_stored)):
                     raise NoUsableGeneration(self._no_generation(resume, search))
                 if found is None and search.reasons and self._exchange.is_coordinator:
                     log.warning(
                         "%s: nothing was stored yet, and what memory has does not do: training begins anew. %s",
-                        *(self._backend.url, "; ".join(search.reasons)),
+                        *(self.store.url, "; ".join(search.reasons)),
                     )
                 resumed = None if found is None else found.generation
                 if found is None:
@@ -154,27 +153,39 @@ class RunOpener:
                         seen=max((each for each in stored if resumed is None or each <= resumed), default=None),
                     )
                     if found is None and self._exchange.is_coordinator:
-                        _warn_of_a_restart(self._backend.url)
+                        _warn_of_a_restart(self.store.url)
                     if found is not None and self._exchange.is_coordinator:
                         warn_of_other_versions(found.policy, found.generation, job.identity.versions)
                     return found
+                listed = self._exchange.run_on_coordinator(self._list)
 
     def close(self) -> None:
         """Release the backend."""
-        self._backend.close()
+        if self._backend is not None:
+            self._backend.close()
 
     # -- private
 
-    def _open_store(self, resume: Resume) -> None:
+    def _open_store(self, backend: Backend, resume: Resume) -> object:
+        """Open the run, and return its `_list`. Collective."""
+
         def open_run() -> object:
-            self.store = RunStore.open(self._backend, resume=resume)
-            return [self.store.run_id, self.store.memory_tag]
+            self.store = RunStore.open(backend, resume=resume)
+            return [self.store.run_id, self.store.memory_tag, self._list()]
 
         opened = self._exchange.run_on_coordinator(open_run)
         assert isinstance(opened, list)
-        run_id, self._tag = opened
+        run_id, self._tag, listed = opened
         if not self._exchange.is_coordinator:
-            self.store = RunStore.join(self._backend, run_id=run_id)
+            self.store = RunStore.join(backend, run_id=run_id)
+        return listed
+
+    def _list(self) -> object:
+        """Return commits, generations kept for their files, and reasons why others cannot be read."""
+        self.store.promote()
+        commits = [commit.to_bytes() for commit in self.store.candidates()]
+        sources = [commit.to_bytes() for commit in self.store.sources]
+        return [commits, sources, [f"{where}: {why}" for where, why in self.store.unreadable]]
 
     def _open_incarnation(self, resumed: GenerationId | None, search: Search, *, foreign: bool) -> bool:
         """Return whether the incarnation was opened; if not, the log has moved, and a new search is due. Collective."""
@@ -192,7 +203,7 @@ class RunOpener:
     def _no_generation(self, resume: Resume, search: Search) -> str:
         if not search.reasons:
             return (
-                f"`resume={resume!r}`: {self._backend.url} holds no committed generation. "
+                f"`resume={resume!r}`: {self.store.url} holds no committed generation. "
                 "Use resume='auto' to start a new run there."
             )
         lines = "\n".join(f"  - {reason}" for reason in search.reasons)
@@ -203,7 +214,7 @@ class RunOpener:
                 "begin anew, with the weights that the model starts with."
             )
         return (
-            f"{self._backend.url} holds generations, but none can be restored:\n{lines}\n"
+            f"{self.store.url} holds generations, but none can be restored:\n{lines}\n"
             "Put back what is missing (`moe-ckpt repair URL` rebuilds a lost log), begin anew beside what is there with "
             f"resume='never', or give another URL.{instead}"
         )
@@ -249,13 +260,15 @@ class Search:
         """Whether the run has never committed and lost nothing: it ended before its first generation was durable, so
         memory may lack that generation's records."""
 
-    def run(self) -> RestoreSource | None:
+    def run(self, listed: object) -> RestoreSource | None:
         """Return the newest generation available to all ranks, with this rank's part; `None` without any.
+
+        Args:
+            listed: commits in storage, as the coordinator has listed them.
 
         Raises:
             IdentityMismatch: the run was written by another model, optimizer or world.
         """
-        listed = self._exchange.run_on_coordinator(self._list)
         assert isinstance(listed, list)
         *stored, self.reasons = listed
         parsed = [[Commit.from_bytes(each, "commit of the coordinator") for each in row] for row in stored]
@@ -290,12 +303,6 @@ class Search:
         return found
 
     # -- what there is
-
-    def _list(self) -> object:
-        self._store.promote()
-        commits = [commit.to_bytes() for commit in self._store.candidates()]
-        sources = [commit.to_bytes() for commit in self._store.sources]
-        return [commits, sources, [f"{where}: {why}" for where, why in self._store.unreadable]]
 
     def _judged(self) -> object:
         """Return the restorable versions, memory's versions of another past, and the reason if nothing else is there."""
@@ -352,7 +359,8 @@ class Search:
         reasons = ["its commit and its markers speak of different ranks"] if contradicts else attempt.reasons
         self._note(version, reasons, given_up=found is None)
         if found is not None:
-            self._log_sources(str(version), attempt.nbytes)
+            said = cast("list[str]", exchange.gather_values(places_of(attempt.nbytes)))
+            self._log_sources(str(version), said)
             self.volatile |= {found.generation}
         return found
 
@@ -389,32 +397,24 @@ class Search:
         misfits = [] if marker is None else self._misfits(marker)
         part, reasons = None, list(misfits)
         if marker is not None and not misfits:
-            self._follow(marker)
             experts = {op.name: op.numel for op in self._job.view.operators if op.kind == "expert"}
             if attempt.is_differential:
                 part, reasons = restore_chain(attempt, marker)
             else:
                 part = attempt.bring(marker, experts, partial(self._lay_out, marker))
         self._stored_layouts, start = [], Journal()
-        if part is not None and (unread := self._reasons_of_ranks(partial(read_start, part, start))):
+        if part is not None and (unread := self._unread(version, part, start)):
             part, reasons = None, [*reasons, *unread]
         if part is None:
             self.missing = self.missing or attempt.missing
             self._partial += [version] if attempt.is_partial and not may_lack else []
             self._note(version, (*attempt.reasons, *reasons), given_up=True)
             return None
-        self._log_sources(str(version), part.nbytes)
         reached = part.marker.generation
         self._note(version, reasons, given_up=False)
         self.volatile |= {reached}  # in memory; storage need not have it under this name
         committed = version in self._commits and reached == version.generation
         return RestoreSource.of(part, start, tokens_behind(attempt, part.chosen), committed=committed)
-
-    def _follow(self, marker: RankMarker) -> None:
-        """Give the view's operators the constants of a generation's plan; generations may differ. Collective."""
-        with self._exchange.raise_together(IdentityMismatch), understood(f"{marker.generation}: its plan"):
-            plan, view = PlanRecord.from_json(str(marker.policy["plan"])), self._job.view
-            view.operators = view.operators.without(plan.constants, plan.thawed)
 
     def _lay_out(self, marker: RankMarker, chosen: RestorePlan) -> list[SegmentLayout]:
         """Return the layouts of this rank's records: as in files, unless experts are of other generations."""
@@ -427,33 +427,43 @@ class Search:
         return [step.durable.segment for step in window.steps]
 
     def _misfits(self, marker: RankMarker) -> list[str]:
-        """Return the reasons why a part does not fit this job or some rank's memory; equal on all ranks. Collective."""
+        """Return the reasons why a part does not fit this job or some rank's memory; equal on all ranks. Collective.
 
-        def look() -> str | None:
-            self._stored_layouts = stored_layouts(marker)
-            return misfit(marker, self._job.view)
+        If it fits, give the view's operators the constants of the generation's plan; generations may differ.
+        """
+        view = self._job.view
+        with self._exchange.raise_together(IdentityMismatch) as reasons:
+            try:
+                self._stored_layouts = stored_layouts(marker)
+                reasons.append(misfit(marker, view))
+            except Corrupt as error:
+                reasons.append(str(error))
+            if reasons == [None]:
+                with understood(f"{marker.generation}: its plan"):
+                    plan = PlanRecord.from_json(str(marker.policy["plan"]))
+                    view.operators = view.operators.without(plan.constants, plan.thawed)
+        return _by_rank(reasons)
 
-        return self._reasons_of_ranks(look)
-
-    def _reasons_of_ranks(self, look: Callable[[], str | None]) -> list[str]:
-        """Return all ranks' reasons from `look`, or from its `Corrupt`; equal on all ranks. Collective."""
+    def _unread(self, version: Version, part: Restored, start: Journal) -> list[str]:
+        """Fill `start`, and return all ranks' reasons why journals cannot be read; log the sources of bytes without any. Collective."""
+        reason = None
         try:
-            reason = look()
+            read_start(part, start)
         except Corrupt as error:
             reason = str(error)
-        said = self._exchange.gather_values(reason)
-        return [f"rank {rank}: {reason}" for rank, reason in enumerate(said) if reason is not None]
+        said = self._exchange.gather_values([reason, places_of(part.nbytes)])
+        rows = cast("list[tuple[str | None, str]]", said)
+        if not (unread := _by_rank([each for each, _ in rows])):
+            self._log_sources(str(version), [each for _, each in rows])
+        return unread
 
-    def _log_sources(self, what: str, read: Mapping[Replica, int]) -> None:
-        """Log the sources of this rank's bytes; on the coordinator, of all ranks' bytes. Collective."""
-        places = Counter[str]()
-        for copy, nbytes in read.items():
-            places[str(copy)] += nbytes
-        own = ", ".join(f"{size_text(nbytes)} from {place}" for place, nbytes in places.items())
-        ranks: dict[object, list[int]] = {}
-        for rank, text in enumerate(self._exchange.gather_values(own)):
+    def _log_sources(self, what: str, said: Sequence[str]) -> None:
+        """Log the sources of this rank's bytes; on the coordinator, of all ranks' bytes."""
+        ranks: dict[str, list[int]] = {}
+        for rank, text in enumerate(said):
             ranks.setdefault(text, []).append(rank)
-        shown = ranks if self._exchange.is_coordinator else {own: [self._exchange.rank]}
+        own = self._exchange.rank
+        shown = ranks if self._exchange.is_coordinator else {said[own]: [own]}
         for text, of in shown.items():
             log.info("%s: rank%s %s: %s", what, "s" if len(of) > 1 else "", ", ".join(map(str, of)), text)
 
@@ -525,6 +535,10 @@ class Search:
             optimizer = live_optimizer(view.operators, view.schema, view.params) if one else optimizer_was
             lines += model_differences((facts, optimizer_was), (live, optimizer))
         return "; ".join(lines) or ("" if moved else "the order of parameters, or settings of the optimizer's state")
+
+
+def _by_rank(reasons: Sequence[str | None]) -> list[str]:
+    return [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]
 
 
 def _warn_of_a_restart(url: str) -> None:

@@ -172,7 +172,7 @@ class Recut:
         if (told := self._retold(brought, was, job)) is None:
             return None
         if chosen:
-            sources = RestorePlan(generations={n: v.generation for n, v in chosen.items()}, shards={}, levels={})
+            sources = RestorePlan(generations={n: v.generation for n, v in chosen.items()})
             note_recovery(generation, sources, {}, told[0]["outcome"], view.operators)
         job.journals.as_user(told[0]["start"])  # first: the optimizer's groups decide which records there are
         room = max(journal_capacity(markers[0]), *(2 * len(encode(each)) for each in told))
@@ -197,7 +197,7 @@ class Recut:
             layouts=[step.durable.segment for step in layout.steps],
             restored_from=dict(by_tier),
             committed=self.version in self._inventory.committed and reached == generation.step,
-            chosen=RestorePlan(generations={}, shards={}, levels={}),
+            chosen=RestorePlan(),
             tokens={},
             start=told[0]["start"],
             recut=True,

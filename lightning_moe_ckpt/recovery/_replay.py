@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import islice
 from operator import is_
 from typing import NamedTuple
 
@@ -135,6 +136,8 @@ class Replay:
         self._newest = -1
         """Index of the newest loaded step."""
         self._loaded = _Loaded([])
+        self.fetched: dict[int, tuple[list[_Sent], Iterator[_Sent]]] = {}
+        """Parts on their way, and those that follow, by the window's step; at most two are under way at once."""
 
     @property
     def dense(self) -> bool:
@@ -176,6 +179,14 @@ class Replay:
             )
         return same
 
+    def fetch(self, step: int) -> None:
+        """Begin to send the first records of boundary `step`, beside whatever comes before `load`; every rank must call it."""
+        index, group = step - self._first, self.groups.group("stage")
+        at_once = group is not None and dist.get_backend(group) == "nccl"  # which would wait for them here
+        if index < len(self._layouts) and not at_once:
+            parts = self._parts(index)
+            self.fetched[index] = [*islice(parts, 2)], parts
+
     def load(self, step: int) -> None:
         """Load the state of boundary `step`, without buffers; every rank must call it.
 
@@ -188,6 +199,7 @@ class Replay:
         self._active.update(self._full[self._newest])
         self._give_state()
         self.freeze()
+        self.fetch(step + 1)
         # Hooks at the begin of a fit and of an epoch follow the first load; behind others nobody comes unseen, or a validation.
         self._loaded = _Loaded(self._live(), with_digests=self._newest == 0 and not self._view.schema.has_rest)
 
@@ -237,22 +249,16 @@ class Replay:
 
     @torch.no_grad()
     def _load_records(self) -> None:
-        layout, segment = self._newest_step()
         for each in (self._view.params, *self._view.averages.all()):
             follow(each.values())
         scalars: Scalars | None = self.journals[self._newest]["outcome"].get("scalars")
         shared = frozenset[str]() if scalars is None else self._shared()
         self._reset(shared, scalars or {})
-        under_way: list[_Sent] = []
-        for region in layout.shards:
-            for writer in region:
-                if layout.written(region, writer).shards:
-                    under_way.append(self._sent(layout, segment, region, writer))
-                if len(under_way) > 1:  # this rank's own part, which is here, is loaded while another one comes
-                    first = next((i for i, part in enumerate(under_way) if part.is_own), 0)
-                    self._load_part(under_way.pop(first), shared)
-        for part in under_way:
-            self._load_part(part, shared)
+        under_way, parts = self.fetched.pop(self._newest, ([], self._parts(self._newest)))
+        while under_way := [*under_way, *islice(parts, 2 - len(under_way))]:
+            # This rank's own part, which is here, is loaded while another one comes.
+            first = next((i for i, part in enumerate(under_way) if part.is_own), 0)
+            self._load_part(under_way.pop(first), shared)
         self._load_scalars(scalars or {})
         self._view.schema.load_rest(self.journals[self._newest]["start"].get("optimizer", {}), self._view.params)
         for each in (self._view.params, *self._view.averages.all()):
@@ -288,6 +294,15 @@ class Replay:
                 live = self._view.schema.get_state(self._view.params[fqn], key)
                 assert live is not None
                 live.copy_(value)
+
+    def _parts(self, index: int) -> Iterator[_Sent]:
+        """Begin to send each part of one of the window's steps, as the caller asks for it."""
+        layout, segment = self._layouts[index], self._segments[index]
+        assert segment is not None
+        for region in layout.shards:
+            for writer in region:
+                if layout.written(region, writer).shards:
+                    yield self._sent(layout, segment, region, writer)
 
     def _sent(self, layout: FileLayout, segment: Tensor, region: Region, writer: int) -> _Sent:
         """Begin to give the region a writer's part."""
@@ -373,6 +388,7 @@ class Repeats:
         for each in (self.replay, self.unsettled):
             if each is not None:
                 each.groups, each.engine = groups, engine
+                each.fetched.clear()  # what is under way in the groups of before does not come
         if self.replay is not None:
             self.layout = layout
 
@@ -460,6 +476,10 @@ def _copies(
         slices: first element of each slice in `flat`, and its number of elements.
     """
     start, numel = slices
+    if len(numel) == 1:
+        first, size = int(at[0]), int(numel[0])
+        yield _typed(source[first : first + size * dtype.itemsize], dtype), flat[int(start[0]) : int(start[0]) + size]
+        return
     for size in np.unique(numel[numel > 0]).tolist():
         of = numel == size
         first, begin = int(at[of].min()), int(start[of].min())

@@ -39,6 +39,8 @@ _NUM_READERS = 4
 _VERIFIED_NBYTES = 4 * 2**20
 """Least bytes of records that a thread verifies at once."""
 
+_OTHER_MARKER = "its marker is not of the same generation as rank 0's"
+
 RankBytes = tuple[int, memoryview]
 """Another rank, and bytes to or from this rank; never empty."""
 
@@ -184,33 +186,32 @@ class Rounds:
     fetching: bool = False
     """Whether any rank fetches something in this round."""
 
-    def begin(self, fetches: Sequence[FetchRequest], *, busy: bool, lost: str) -> list[FetchRequest] | None:
+    def begin(
+        self, fetches: Sequence[FetchRequest], *, busy: bool, lost: str, common: str = ""
+    ) -> list[FetchRequest] | None:
         """Announce this rank's fetches of the next round.
 
         Args:
             fetches: of this rank.
             busy: whether this rank lacks records, from other ranks or from its own copies.
             lost: reason why this rank cannot be given its records; empty otherwise.
+            common: digest of the facts common to all ranks' markers; empty until the marker is found. Must be equal as rounds end.
 
         Returns:
             The fetches of this rank, and those from it, in one order; `None` if the rounds end: nobody lacks anything, or
             some rank lost a record.
         """
-        said = self.transport.gather_distinct([busy, self._told(lost), bool(fetches)])
+        said = self.transport.gather_distinct([busy, self._told(lost), bool(fetches), common])
         self.reasons += [row[1] for row in said if row[1]]
         if self.reasons or not any(row[0] for row in said):
+            if not self.reasons and any(row[3] != said[0][3] for row in said):
+                told = self._told("" if common == said[0][3] else _OTHER_MARKER)
+                self.reasons += filter(None, self.transport.gather_distinct(told))
             return None
         self.fetching = any(row[2] for row in said)
         asked = self.transport.route([(each.reader, each.plain()) for each in fetches]) if self.fetching else []
         found = [*fetches, *(FetchRequest.from_plain(receiver, plain) for receiver, plain in asked)]
         return sorted(found, key=lambda each: each.receiver)
-
-    def all_equal(self, value: str, reason: str) -> bool:
-        """Return whether all ranks have the same value; if not, give the version up with this reason."""
-        first = self.transport.gather_distinct(value)[0]
-        said = self.transport.gather_distinct(self._told(reason if value != first else ""))
-        self.reasons += [each for each in said if each]
-        return not self.reasons
 
     def _told(self, reason: str) -> str:
         return f"rank {self.transport.rank}: {reason}" if reason else ""
@@ -400,12 +401,7 @@ class MarkerSearch:
                 if sought.is_open:
                     self._accept(sought, sought.left.pop(0), answers[number])
         found = {which: sought.found for which, sought in self._sought.items() if sought.found is not None}
-        if self._rounds.reasons:
-            return None
-        reason = "its marker is not of the same generation as rank 0's"
-        if required is not None and not self._rounds.all_equal(_common(found[required]), reason):
-            return None
-        return found
+        return None if self._rounds.reasons else found
 
     def _begin_round(self, required: Which | None) -> list[FetchRequest] | None:
         fetches: list[FetchRequest] = []
@@ -420,10 +416,12 @@ class MarkerSearch:
             if sought.is_open:
                 copy = sought.left[0]
                 fetches.append(FetchRequest(self._rank, copy.readers[0], copy.version, copy.owner, copy.file, number))
-        lost = ""
-        if required is not None and not self._sought[required].is_open and self._sought[required].found is None:
+        lost = common = ""
+        if required is not None and (found := self._sought[required].found) is not None:
+            common = _common(found)
+        elif required is not None and not self._sought[required].is_open:
             lost = f"its marker is nowhere as it was written: {', '.join(self._sought[required].complaints)}"
-        return self._rounds.begin(fetches, busy=bool(fetches), lost=lost)
+        return self._rounds.begin(fetches, busy=bool(fetches), lost=lost, common=common)
 
     def _accept(self, sought: _Sought, copy: Replica, answer: bytes) -> None:
         if not answer:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from lightning_moe_ckpt.launch import Supervised
 from lightning_moe_ckpt.planning import Planner
-from lightning_moe_ckpt.recovery import RestoreSource, ResumeRequest, RunOpener, is_superseded
+from lightning_moe_ckpt.recovery import Replay, RestoreSource, ResumeRequest, RunOpener, is_superseded, replay_of
 from lightning_moe_ckpt.session._capture import CaptureSession
 from lightning_moe_ckpt.session._dense import DenseCapture
 from lightning_moe_ckpt.session._job import SessionJob
 from lightning_moe_ckpt.session._tiers import Tiers
-from lightning_moe_ckpt.snapshot import Identity, describe_stages
+from lightning_moe_ckpt.snapshot import Identity, WindowLayout, describe_stages
 from lightning_moe_ckpt.tiers import (
     STORAGE,
     HostWorker,
@@ -59,8 +59,8 @@ class OpenRun:
         self.opener.close()
 
 
-def open_run(job: SessionJob, planner: Planner, *, load: bool) -> OpenRun:
-    """Open the run and make its parts, with one worker per tier, in the same order on all ranks. Collective.
+def open_run(job: SessionJob, planner: Planner, *, load: bool) -> tuple[OpenRun, tuple[WindowLayout, Replay] | None]:
+    """Open the run and make its parts, with one worker per tier, in the same order on all ranks; and begin to `load`. Collective.
 
     Where constants change what trains, another planner takes the place of `planner`. `load` is that of `Planner.settle`.
     """
@@ -98,9 +98,16 @@ def open_run(job: SessionJob, planner: Planner, *, load: bool) -> OpenRun:
             nbytes, older = planner.sizes.dense_nbytes, not policy.exact or policy.chains is not None
             memory = claim_memory(opener.claim, groups.rank, resumed, dense_nbytes=nbytes, older=older)
             failed.callback(memory.close, unlink=False)  # another rank may fail here, or while tiers are joined
+        loading = None
+        if found is not None and load:  # its bytes travel while tiers are joined
+            loading = replay_of(
+                *(found, view, groups, exchange, job.engine),
+                may_skip=job.may_skip and not job.compiled,
+                as_user=job.journals.as_user,
+            )
         run = _joined(job, opener, found, planner=planner, memory=memory, markers=markers)
         failed.pop_all()
-    return run
+    return run, loading
 
 
 def _joined(

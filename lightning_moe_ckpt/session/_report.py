@@ -225,5 +225,5 @@ def run_figures(run: OpenRun) -> dict[str, Any]:
         "resumed_from": found.generation.step if found is not None else None,
         "restored_from": found.restored_from if found is not None else {},
         "missing_experts": tuple(found.chosen.missing) if found is not None else (),
-        "replay_steps": len(found.segments) - 1 if found is not None else 0,
+        "replay_steps": len(found.steps) - 1 if found is not None else 0,
     }

@@ -21,7 +21,7 @@ from lightning_moe_ckpt.journal import UNFIT, Journal, encode
 from lightning_moe_ckpt.native import Bubbles
 from lightning_moe_ckpt.planning import Planner
 from lightning_moe_ckpt.process import FrozenHeap, HookClock, collections_paused
-from lightning_moe_ckpt.recovery import Repeats, RestoreSource, follow_found, load_found
+from lightning_moe_ckpt.recovery import Repeats, Replay, RestoreSource, follow_found, load_found
 from lightning_moe_ckpt.session._dense import DenseTurns
 from lightning_moe_ckpt.session._job import SessionJob
 from lightning_moe_ckpt.session._opening import OpenRun, open_run
@@ -87,7 +87,8 @@ class CheckpointSession:
         """
         started, job = time.perf_counter(), self.job
         with self._heap.keeping():
-            self._run = run = open_run(job, self._planner, load=not stay)
+            self._run, loading = open_run(job, self._planner, load=not stay)
+            run = self._run
             self.is_open, self._planner, found = True, run.planner, run.found
             if job.exchange.is_coordinator:
                 run.opener.store.tell(self._figures)
@@ -98,26 +99,23 @@ class CheckpointSession:
             if found is not None and stay:
                 layout = self._take_up(found, *follow_found(found, job.view, job.groups, job.exchange))
                 self.repeats.go_on(layout, job.groups, job.engine)
-            elif found is not None:
-                start = self._load(found, started)
+            elif found is not None and loading is not None:
+                start = self._load(found, *loading, started)
+            if found is not None:
+                found.segments.clear()  # the replay has them, and lets go of each once it is settled
         if start is None:
             self._heap.sweep()
         self._durations.start = time.perf_counter() - started
         return start
 
-    def _load(self, found: RestoreSource, started: float) -> Journal:
-        job = self.job
-        layout, replay = load_found(
-            *(found, job.view, job.groups, job.exchange, job.engine),
-            may_skip=job.may_skip and not job.compiled,
-            as_user=job.journals.as_user,
-        )
+    def _load(self, found: RestoreSource, layout: WindowLayout, replay: Replay, started: float) -> Journal:
+        load_found(found, replay, self.job.view.operators)
         self.repeats.begin(replay, self._take_up(found, layout, replay.journals[0]["outcome"]))
         self._durations.restore = time.perf_counter() - started
         log.info(
             "resumes from %s, plan %s, at step %d in %.2f s; dense after %d replayed steps",
             *(found.generation, xxh3_128_hexdigest(found.policy["plan"].encode())[:8], found.first_step),
-            *(self._durations.restore, len(found.segments) - 1),
+            *(self._durations.restore, len(found.steps) - 1),
         )
         start: Journal = replay.journals[0]["start"]
         return start

@@ -40,7 +40,7 @@ from lightning_moe_ckpt.tiers._sealed import SealedSegment
 
 log = rank_logger(__name__)
 
-_PROBE_NBYTES = 4 * 2**20
+_PROBE_NBYTES = 2 * 2**20
 _PROBE_TAG = 70
 _PAYS = 2.0
 """Least ratio of local copy speed to network speed: training may wait for local copies, and never for the network."""
@@ -121,9 +121,9 @@ def mirrors_pay(
 
 def _wire_rate(group: dist.ProcessGroup, placement: ReplicaPlacement, rank: int) -> float:
     """Return bytes per second of this rank's transfers to all holders and from all owners at once; 0 without any."""
-    payload, seconds = torch.zeros(_PROBE_NBYTES, dtype=torch.uint8), 0.0
-    holders, owners = placement.holders[rank], placement.owners(rank)
-    for _ in range(2):  # the first round also pays for connections
+    seconds, holders, owners = 0.0, placement.holders[rank], placement.owners(rank)
+    for nbytes in (1, _PROBE_NBYTES):  # the first round also pays for connections
+        payload = torch.zeros(nbytes, dtype=torch.uint8)
         received = [torch.empty_like(payload) for _ in owners]
         began = time.perf_counter()
         works = [group.send([payload], holder, _PROBE_TAG) for holder in holders]

@@ -26,7 +26,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -425,9 +425,8 @@ def join_peers(
     Raises:
         ConfigurationError: on every rank: there are too few nodes, or the memory of one has no room.
     """
-    domains = _domains(config.failure_domains, exchange, groups)
+    domains, sizes = _domains(config.failure_domains, exchange, groups, dense_nbytes)
     replicas = _replicas(config, len({domain.node for domain in domains}) - 1, may_lack_nodes=may_lack_nodes)
-    sizes = [row[0] for row in exchange.gather([dense_nbytes])]
     peers = groups.peers()
     placement = place_replicas(domains, peers, sizes, replicas)
     group = groups.group("replicate")
@@ -435,14 +434,14 @@ def join_peers(
         return []
     here = [rank for rank, domain in enumerate(domains) if domain.node == domains[groups.rank].node]
     held_nbytes, keep = sum(map(placement.held_nbytes, here)), plan.generations_kept
-    with exchange.raise_together():  # the memory that this node's ranks reserve, as known before the first plan
+    with exchange.raise_together() as room:  # the memory that this node's ranks reserve, as known before the first plan
         expect_room(shared_directory(), COPIES * held_nbytes)
+        room.append(has_room(shared_directory(), (COPIES + _RING_GENERATIONS + keep) * held_nbytes))
     if exchange.is_coordinator:
         log.info("%s", survival_summary(placement))
     mirroring = mirroring_of(placement, groups.rank, peers)
     if config.redundancy == "auto":
-        room = exchange.all_agree(has_room(shared_directory(), (COPIES + _RING_GENERATIONS + keep) * held_nbytes))
-        mirrors = room and mirrors_pay(group, placement, exchange, device, replicas)
+        mirrors = all(room) and mirrors_pay(group, placement, exchange, device, replicas)
     else:
         mirrors = config.redundancy
     if not mirrors:
@@ -471,11 +470,11 @@ def join_peers(
     return [worker]
 
 
-def _domains(given: Sequence[FailureDomain] | None, exchange: Exchange, groups: ParallelGroups) -> list[FailureDomain]:
-    """Return every rank's domain: as given, or as each rank detects its own. Collective."""
-    own = this_domain()
-    with exchange.raise_together():
-        if given is not None:
-            own = expect_domains(given, groups.world_size)[groups.rank]
-    rows = cast("list[list[str]]", exchange.gather_values([own.node, own.rack, own.host]))
-    return [FailureDomain(node=node, rack=rack, host=host) for node, rack, host in rows]
+def _domains(
+    given: Sequence[FailureDomain] | None, exchange: Exchange, groups: ParallelGroups, dense_nbytes: int
+) -> tuple[list[FailureDomain], list[int]]:
+    """Return every rank's domain, as given or as each rank detects its own, and every rank's `dense_nbytes`. Collective."""
+    with exchange.raise_together() as rows:
+        own = this_domain() if given is None else expect_domains(given, groups.world_size)[groups.rank]
+        rows.append([own.node, own.rack, own.host, dense_nbytes])
+    return [FailureDomain(node=node, rack=rack, host=host) for node, rack, host, _ in rows], [row[-1] for row in rows]

@@ -111,7 +111,7 @@ class SegmentRing(ExpertCopies):
 
     @classmethod
     def adopt(cls, path: Path) -> SegmentRing | None:
-        """Take over a dead process's ring in place: its published generations are complete, other slots are free.
+        """Take over a dead process's ring in place: its published generations are complete; `lay` says which slots are free.
 
         Returns:
             The ring; `None` if the process that made the ring is alive, stopped or not.
@@ -129,6 +129,7 @@ class SegmentRing(ExpertCopies):
             file.close(unlink=False)
             raise
         ring = cls(path, file.memory[RING_HEADER_NBYTES:], header.slot_nbytes, file=file, header=header)
+        ring.lay(header.num_slots)  # one block: `make` divides the slots of a ring that it puts into use
         ring._restore_published()
         return ring
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from typing_extensions import override
 
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
 from lightning_moe_ckpt.moe import MoELayer
+from lightning_moe_ckpt.recovery import RestoreSource
 from lightning_moe_ckpt.recovery._replay import Replay
+from lightning_moe_ckpt.session import CheckpointSession
 
 FEATURES, STEPS = 4, 12
 
@@ -159,6 +162,35 @@ def test_a_changed_state_is_loaded_again_and_no_other(
     for edit, state in found.items():
         for name, each in found[nothing].items():
             assert torch.equal(state[name], each), (edit, name)
+
+
+@pytest.mark.parametrize("policy", [DenseCheckpoint, SparseCheckpoint])
+def test_records_are_on_their_way_before_they_are_loaded_and_go_behind(
+    policy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step's records are fetched once, ahead of its load; in the end nothing holds the restored bytes."""
+    cadence = {"every_n_steps": 3} if policy is DenseCheckpoint else {"window": 3}
+    make = partial(policy, tmp_path.as_uri() + "/run", overhead_target=None, **cadence)
+    with pytest.raises(RuntimeError, match="killed"):
+        fit(make, Dies())
+    ahead, found = dict[int, list[int]](), list[RestoreSource]()
+    load, begin = Replay._load_records, CheckpointSession.begin
+
+    def loaded(replay: Replay) -> None:
+        ahead[replay._newest] = [*replay.fetched]
+        load(replay)
+        assert not replay.fetched
+
+    def begun(session: CheckpointSession, **options: Any) -> Any:
+        start = begin(session, **options)
+        found.extend([] if (source := session._run.found) is None else [source])
+        return start
+
+    monkeypatch.setattr(Replay, "_load_records", loaded)
+    monkeypatch.setattr(CheckpointSession, "begin", begun)
+    fit(make)
+    assert ahead == {index: [index] for index in range(1 if policy is DenseCheckpoint else 3)}
+    assert [source.segments for source in found] == [[]]
 
 
 def _copy(kept: Path, to: Path) -> None:

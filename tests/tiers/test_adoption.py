@@ -100,6 +100,7 @@ def test_what_was_not_published_is_not_found(node: Path) -> None:
     ring = SegmentRing.adopt(node / shared_name(RUN, 0))
     assert ring is not None
     assert ring.published == [generation(3)]
+    ring.lay(1)
     assert ring.free_slots == 7
     ring.close()
 
@@ -631,6 +632,7 @@ def test_a_statement_that_has_not_got_its_name_yet_says_nothing(node: Path) -> N
     assert readable(node) == [(0, 3)]
     ring = SegmentRing.adopt(node / shared_name(RUN, 0))
     assert ring is not None
+    ring.lay(1)
     assert (ring.published, ring.free_slots) == ([generation(3)], 7)
     assert len(names(node)) == 2
     ring.close()

@@ -158,6 +158,7 @@ def test_the_newest_copy_of_each_expert_is_found_at_every_moment(
             run.ring.close(unlink=False)
             adopted = SegmentRing.adopt(tmp_path / shared_name(RUN, 0))
             assert adopted is not None
+            adopted.lay(1)  # as `RankMemory.make` does
             run.ring, run.pinned, adopted.experts = adopted, [], EXPERTS
             run.check()
     assert moments
