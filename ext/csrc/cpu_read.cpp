@@ -37,30 +37,22 @@ struct Text {
     return true;
   }
 
-  // A string without escapes; the token has its quotes.
+  // A string, with its quotes; the text has no escapes.
   bool string() {
     if (!take('"')) return false;
-    while (at < end && *at != '"') {
-      if (*at < 0x20 || *at > 0x7e || *at == '\\') return false;
-      ++at;
-    }
-    return take('"');
+    const void* const quote = std::memchr(at, '"', static_cast<size_t>(end - at));
+    if (!quote) return false;
+    at = static_cast<const char*>(quote) + 1;
+    return true;
   }
 
-  // A whole number of zero or more, in 63 bits.
+  // A whole number of zero or more, below 10**18.
   bool number(int64_t* value) {
-    if (at == end || *at < '0' || *at > '9') return false;
-    const bool zero = *at == '0';
     const char* const begin = at;
-    uint64_t found = 0;
-    for (; at < end && *at >= '0' && *at <= '9'; ++at) {
-      const uint64_t digit = static_cast<uint64_t>(*at - '0');
-      if (found > (static_cast<uint64_t>(INT64_MAX) - digit) / 10) return false;
-      found = found * 10 + digit;
-    }
-    if (zero && at - begin > 1) return false;  // JSON has no leading zeros
-    *value = static_cast<int64_t>(found);
-    return true;
+    int64_t found = 0;
+    for (; at < end && *at >= '0' && *at <= '9' && at - begin < 18; ++at) found = found * 10 + (*at - '0');
+    *value = found;
+    return at - begin == 1 || (at > begin && *begin != '0');  // JSON has no leading zeros
   }
 
   // Whole numbers in brackets.
@@ -82,21 +74,30 @@ struct Text {
 class Numbering {
  public:
   int64_t of(const Token& token) {
-    if (last_ >= 0 && same(last_, token)) return last_;
-    if (tokens_.size() * 2 >= slots_.size()) grow();
-    for (size_t slot = hash(token) & (slots_.size() - 1);; slot = (slot + 1) & (slots_.size() - 1)) {
-      if (slots_[slot] < 0) {
-        slots_[slot] = static_cast<int64_t>(tokens_.size());
-        tokens_.push_back(token);
-        return last_ = slots_[slot];
-      }
-      if (same(slots_[slot], token)) return last_ = slots_[slot];
+    if (last_ >= 0) {
+      if (same(last_, token)) return last_;
+      const int64_t likely = next_[static_cast<size_t>(last_)];  // tensors of a shard come in the same order
+      if (likely >= 0 && same(likely, token)) return last_ = likely;
     }
+    const int64_t found = lookup(token);
+    if (last_ >= 0) next_[static_cast<size_t>(last_)] = found;
+    return last_ = found;
   }
 
   const std::vector<Token>& tokens() const { return tokens_; }
 
  private:
+  int64_t lookup(const Token& token) {
+    if (tokens_.size() * 2 >= slots_.size()) grow();
+    for (size_t slot = hash(token) & (slots_.size() - 1);; slot = (slot + 1) & (slots_.size() - 1)) {
+      if (slots_[slot] >= 0 && same(slots_[slot], token)) return slots_[slot];
+      if (slots_[slot] >= 0) continue;
+      tokens_.push_back(token);
+      next_.push_back(-1);
+      return slots_[slot] = static_cast<int64_t>(tokens_.size()) - 1;
+    }
+  }
+
   bool same(int64_t number, const Token& token) const {
     const Token& known = tokens_[static_cast<size_t>(number)];
     return known.nbytes == token.nbytes && std::memcmp(known.begin, token.begin, token.nbytes) == 0;
@@ -127,7 +128,7 @@ class Numbering {
   }
 
   std::vector<Token> tokens_;
-  std::vector<int64_t> slots_;
+  std::vector<int64_t> slots_, next_;
   int64_t last_ = -1;
 };
 
@@ -157,12 +158,23 @@ bool read_token(Text* text, char kind, int64_t* value) {
   }
 }
 
+// Whether all bytes are printable characters that JSON has in strings as they are, or quotes.
+MOE_CLONES bool is_plain(const char* at, uint64_t nbytes) {
+  uint32_t strange = 0;
+  for (uint64_t i = 0; i < nbytes; ++i) {
+    const auto byte = static_cast<uint8_t>(at[i]);
+    strange |= (byte < 0x20) | (byte > 0x7e) | (byte == 0x5c);
+  }
+  return !strange;
+}
+
 // Reads `{"digests":["...",...],"rows":[[...],...]}` and a newline; false for anything else.
 bool read_line(Text text, const char* kinds, uint64_t count, int64_t* values, Out names, int64_t* bounds, Out distinct,
                uint64_t* written) {
   const size_t columns = std::strlen(kinds);
   std::vector<Numbering> numberings(columns + 1);
   const char* const first = names.at;
+  if (text.at == text.end || !is_plain(text.at, static_cast<uint64_t>(text.end - text.at - 1))) return false;
   if (!text.take("{\"digests\":[")) return false;
   for (uint64_t row = 0; row < count; ++row) {
     const char* const begin = text.at;

@@ -257,7 +257,7 @@ class RecordTable(Sequence[RecordEntry]):
         for place in (place for place, letter in enumerate(_LETTERS) if letter == "i"):
             columns[place] = array("q", values[place].tobytes())
         digests = Texts(line[len(_HEAD) : len(_HEAD) + count * _DIGEST], np.arange(count + 1) * _DIGEST)
-        return RecordColumns(*columns, digests, Numbered(boxes, values[-1]))
+        return RecordColumns(*[*columns, digests, Numbered(boxes, values[-1])])
 
     def _parsed(self) -> RecordColumns:
         try:
@@ -387,8 +387,8 @@ def _fits(box: Bounds, shape: tuple[int, ...]) -> bool:
 
 def _are_consistent(columns: RecordColumns, file_nbytes: int) -> bool:
     """Return whether no record has a `_contradiction`; false also for numbers that are too large to tell."""
-    dtypes, shapes, boxes = map(Numbered.of, (columns.dtype, columns.global_shape, columns.box))
-    if any(boxes.distinct):
+    dtypes, shapes = Numbered.of(columns.dtype), Numbered.of(columns.global_shape)
+    if any(Numbered.of(columns.box).distinct):
         places = Numbered.of([*zip(columns.box, columns.global_shape, strict=True)])
         if not all(box is None or _fits(box, shape) for box, shape in places.distinct):
             return False

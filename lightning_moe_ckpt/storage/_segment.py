@@ -204,7 +204,7 @@ class SegmentLayout:
             for each in (self, other)
         ]
         facts = [(each.metadata, each.align, each.nbytes, each.offsets[:1].tolist()) for each in (self, other)]
-        return facts[0] == facts[1] and np.array_equal(*kinds) and self.spelled_names == other.spelled_names
+        return facts[0] == facts[1] and np.array_equal(kinds[0], kinds[1]) and self.spelled_names == other.spelled_names
 
     def write_header(self, buffer: torch.Tensor) -> None:
         """Write the header into `buffer` (uint8, 1-D, at least `nbytes`) and zeros into the gaps."""
