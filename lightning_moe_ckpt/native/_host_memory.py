@@ -360,11 +360,11 @@ def spell_in_python(columns: Sequence[TextColumn]) -> bytes:
     return ",".join(map("".join, zip(*spelled, strict=True))).encode("ascii")
 
 
-Records = tuple[Numbers, bytes, Numbers, list[list[Any]]]
+RecordValues = tuple[Numbers, bytes, Numbers, list[list[Any]]]
 """Values by column and row, names in JSON with commas between them, each name's first byte, and different values by column."""
 
 
-def read_records(line: bytes | memoryview, kinds: str, count: int) -> Records | None:
+def read_records(line: bytes | memoryview, kinds: str, count: int) -> RecordValues | None:
     """Return a marker's line of `count` records by column; `None` if it has to be parsed as JSON. `kinds` as in cpu_read.cpp."""
     if (library := cpu()) is None:
         return None

@@ -311,7 +311,7 @@ def load_found(
         Corrupt: the plan cannot be read.
     """
     as_user(found.start)  # first: the optimizer's groups decide which records there are
-    view.fit_buffers(found.layouts[0].kinds_of([f"buffer/{name}" for name in view.buffer_names]))
+    view.fit_buffers(dict(zip(found.layouts[0].names, found.layouts[0].kinds, strict=True)))
     layout = _layout_of(found, view, groups, exchange)
     replay = Replay(
         window=layout,

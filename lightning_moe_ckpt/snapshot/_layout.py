@@ -110,7 +110,6 @@ class StateView:
         writes, one behind the other."""
         self.repeated: dict[tuple[int, int | None] | str | None, list[Shard]] = {}
         """Shards shared by a window's steps, by operator if on one rank, else by identity of its slice, and writer."""
-        self._compute_forms = cache(partial(self.forms, kind=RecordKind.COMPUTE))
 
     def buffer(self, name: str) -> Tensor | None:
         """Return a live buffer; `None` if the module has dropped it."""
@@ -226,17 +225,9 @@ class StateView:
 
     def table(self, shards: Iterable[Shard]) -> ShardTable:
         """Return the shards' tensors as a table."""
-        forms, alike, compute = cache(self.forms), not self.schema.keeps_whole, self._compute_forms
+        forms, alike = cache(self.forms), not self.schema.keeps_whole
         return ShardTable(
-            [
-                (
-                    shard,
-                    compute(shard.slice.fqn)
-                    if shard.kind is RecordKind.COMPUTE
-                    else forms(shard.slice.fqn, shard.kind, alike or not shard.slice.start),
-                )
-                for shard in shards
-            ]
+            [(shard, forms(shard.slice.fqn, shard.kind, alike or not shard.slice.start)) for shard in shards]
         )
 
     def is_state(self, key: str) -> bool:

@@ -16,7 +16,7 @@ from functools import cached_property, partial
 from itertools import chain, compress, repeat
 from math import prod
 from operator import add, attrgetter, le
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from typing_extensions import override
@@ -203,12 +203,8 @@ class RecordTable(Sequence[RecordEntry]):
         """Stored bytes, with the newline."""
         return b"".join(self.parts)
 
-    @overload
-    def __getitem__(self, index: int) -> RecordEntry: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[RecordEntry]: ...
     @override
-    def __getitem__(self, index: int | slice) -> RecordEntry | Sequence[RecordEntry]:
+    def __getitem__(self, index: Any) -> Any:
         """Return one record or a slice of them. Raises `Corrupt` if the line does not hold records."""
         return self._records[index]
 

@@ -15,7 +15,7 @@ import json
 import math
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from json.encoder import encode_basestring_ascii
 from operator import mul
@@ -215,11 +215,6 @@ class SegmentLayout:
         last, gaps = stops // self.align - 1, stops - starts - sizes
         for gap in np.unique(gaps[gaps > 0]).tolist():
             lines[torch.from_numpy(last[gaps == gap]), self.align - gap :] = 0
-
-    def kinds_of(self, names: Iterable[str]) -> dict[str, TensorKind]:
-        """Return dtype and shape of those of these tensors that there are."""
-        spans = [(name, self.span(name)) for name in names if name in self._last or name in self._index]
-        return {name: (span.dtype, span.shape) for name, span in spans}
 
     def span(self, name: str) -> Span:
         """Return a tensor's place. Raises `KeyError`."""

@@ -183,8 +183,6 @@ class HostTier:
         self._descriptors: dict[Path, int] = {}
         self._lock = threading.Lock()
         self._told: set[Path] = set()
-        self._newest: tuple[Path, tuple[int, int, int], MemoryMarker] | None = None
-        """Marker of the newest generation, behind its file and the file's status."""
 
     def holdings(self) -> list[Holding]:
         self.close()  # files may have been replaced since the last call
@@ -194,7 +192,7 @@ class HostTier:
         return sorted(self._places, reverse=True)
 
     def read_marker(self, holding: Holding) -> RankMarker:
-        return self._of(holding, self._read).marker
+        return self._of(holding, lambda place: _read_marker(place.marker, place.header).marker)
 
     def read_into(self, holding: Holding, entry: SegmentEntry, offset: int, out: memoryview) -> None:
         """Fill `out` with a segment's bytes from `offset` on, unchecked. Raises `StorageError`, `KeyMissing`."""
@@ -206,7 +204,7 @@ class HostTier:
         _read_fully(self._open(place.memory), RING_HEADER_NBYTES + held[0] + offset, out, place.memory)
 
     def close(self) -> None:
-        self._places, self._newest = {}, None
+        self._places = {}
         while self._descriptors:
             close_shared(self._descriptors.popitem()[1])
 
@@ -225,8 +223,6 @@ class HostTier:
                 status = _status(file)
                 marker = _read_marker(file, header)
                 holding = _holding(marker, name)
-                if self._newest is None or holding.generation > self._newest[2].marker.generation:
-                    self._newest = file, status, marker
             except (_OtherRingError, FileNotFoundError):
                 continue  # of an earlier ring, or gone meanwhile
             except (Corrupt, OSError) as error:
@@ -235,12 +231,6 @@ class HostTier:
             places = marker.places(header)
             place = _Place(memory=path, header=header, marker=file, status=status, places=places)
             self._places[holding] = place
-
-    def _read(self, place: _Place) -> MemoryMarker:
-        """Return a marker; the newest one is kept while this is open."""
-        if self._newest is not None and self._newest[:2] == (place.marker, _status(place.marker)):
-            return self._newest[2]
-        return _read_marker(place.marker, place.header)
 
     def _skipped(self, path: Path, error: Exception, level: int) -> None:
         """Log, once per file, that a file cannot be read."""
