@@ -16,6 +16,7 @@ import ctypes
 import errno
 import functools
 import importlib
+import json
 import mmap
 import os
 import platform
@@ -357,6 +358,24 @@ def spell_in_python(columns: Sequence[TextColumn]) -> bytes:
         for texts, values in columns
     ]
     return ",".join(map("".join, zip(*spelled, strict=True))).encode("ascii")
+
+
+RecordValues = tuple[Numbers, bytes, Numbers, list[list[Any]]]
+"""Values by column and row, names in JSON with commas between them, each name's first byte, and different values by column."""
+
+
+def read_records(line: bytes | memoryview, kinds: str, count: int) -> RecordValues | None:
+    """Return a marker's line of `count` records by column; `None` if it has to be parsed as JSON. `kinds` as in cpu_read.cpp."""
+    if (library := cpu()) is None:
+        return None
+    text, room = np.frombuffer(line, np.uint8), len(line) + 4 * len(kinds) + 8
+    values, bounds = np.empty((len(kinds) + 1, count), np.int64), np.empty(count + 1, np.int64)
+    names, distinct, written = np.empty(room, np.uint8), np.empty(room, np.uint8), ctypes.c_uint64()
+    places = [each.ctypes.data for each in (values, names, bounds, distinct)]
+    library.moe_read_records(text.ctypes.data, len(text), kinds.encode(), count, *places, written)
+    if not written.value:
+        return None
+    return values, names[: bounds[-1] - 1].tobytes(), bounds, json.loads(distinct[: written.value].tobytes())
 
 
 _LARGE_NBYTES = 2**18

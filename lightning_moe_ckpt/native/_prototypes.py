@@ -138,6 +138,7 @@ CPU: Mapping[str, Prototype] = {
         c.POINTER(Xxh3), c.c_void_p, c.c_uint64, c.c_void_p, c.c_uint64, c.c_char_p, c.c_void_p, c.c_char_p
     ),
     "moe_spell_rows": fallible(c.c_void_p, c.c_uint64, c.c_uint64, c.c_void_p, c.c_uint64, _U64_OUT),
+    "moe_read_records": fallible(c.c_void_p, c.c_uint64, c.c_char_p, c.c_uint64, *[c.c_void_p] * 4, _U64_OUT),
     "moe_append": plain(c.c_int32, c.c_int32, c.c_void_p, c.c_uint64, c.c_uint64),
     **_plan("cpu"),
     "moe_cpu_plan_run": fallible(_HANDLE, c.c_int32),

@@ -14,7 +14,7 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby
+from itertools import pairwise
 from typing import Any, Literal
 
 from lightning_moe_ckpt.errors import Corrupt
@@ -203,22 +203,16 @@ def _audiences(step: Any) -> list[Audience]:
 
 def _runs(places: Sequence[int]) -> list[list[int]]:
     """Return `[start, stop]` of each stretch of neighbours; places may descend."""
-    stretches = groupby(enumerate(places), key=lambda pair: pair[1] - pair[0])
-    found = ([place for _, place in stretch] for _, stretch in stretches)
-    return [[run[0], run[-1] + 1] for run in found]
+    cuts = [index for index, (a, b) in enumerate(pairwise(places), 1) if b != a + 1]
+    return [[places[start], places[stop - 1] + 1] for start, stop in pairwise([0, *cuts, len(places)])]
 
 
 def _records(kinds: Any, names: Sequence[str]) -> Records:
     """Return the records of one file, FULL first."""
-    return {
-        names[place]: RecordKind(kind)
-        for kind in sorted(kinds, key=_KINDS.index)
-        for place in _places(kinds[kind], len(names))
-    }
-
-
-def _places(runs: Any, number: int) -> Iterator[int]:
-    for start, stop in runs:
-        if not 0 <= start < stop <= number:
-            raise ValueError(f"a run from {start} to {stop} of {number} operators")
-        yield from range(start, stop)
+    found: dict[str, RecordKind] = {}
+    for kind in sorted(kinds, key=_KINDS.index):
+        for start, stop in kinds[kind]:
+            if not 0 <= start < stop <= len(names):
+                raise ValueError(f"a run from {start} to {stop} of {len(names)} operators")
+            found |= dict.fromkeys(names[start:stop], RecordKind(kind))
+    return found

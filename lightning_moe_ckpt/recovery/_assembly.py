@@ -11,15 +11,17 @@ either all records are good, or some record is bad in every copy.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import eq
 
+import numpy as np
 import torch
 from typing_extensions import override
 
-from lightning_moe_ckpt.native import Ranges
+from lightning_moe_ckpt.native import Column, Ranges
 from lightning_moe_ckpt.recovery._inventory import UNREADABLE, Replica, Request
 from lightning_moe_ckpt.storage import SegmentEntry, digest_of
 
@@ -95,30 +97,30 @@ class WantedNeighbours(Wanted):
     The places are the first record's; there is no common digest.
     """
 
-    names: Sequence[str] = ()
-    starts: Sequence[int] = ()
+    names: Callable[[], Sequence[str]] = tuple
+    starts: Column = field(default_factory=lambda: np.empty(0, np.int64))
     """First byte of each record in the buffer."""
-    sizes: Sequence[int] = ()
-    digests: Sequence[str] = ()
+    sizes: Column = field(default_factory=lambda: np.empty(0, np.int64))
+    digests: bytes = b""
+    """Digests as in a marker's line."""
     goods: Sequence[bool] = ()
     """Whether each record is good; empty before verification."""
 
     @override
     def verify(self, buffer: memoryview) -> None:
-        ranges = Ranges(
-            (at - self.start, at - self.start + size) for at, size in zip(self.starts, self.sizes, strict=True)
-        )
-        found = bytes(ranges.digest(buffer[self.start : self.end], b",")[0])
-        self.good = found == ",".join(self.digests).encode()
+        ranges = Ranges(np.stack([self.starts, self.starts + self.sizes]) - self.start)
+        found = bytes(ranges.digest(buffer[self.start : self.end], b'","')[0])
+        self.good = found == self.digests[1:-1]
         if not self.good:
-            self.goods = list(map(eq, found.decode("ascii").split(","), self.digests))
+            self.goods = list(map(eq, found.decode("ascii").split('","'), json.loads(b"[" + self.digests + b"]")))
 
     @override
     def left(self) -> Sequence[Wanted]:
         if self.good:
             return ()
-        goods = self.goods or [False] * len(self.names)
-        rows = zip(self.names, self.starts, self.sizes, self.digests, goods, strict=True)
+        names, digests = self.names(), json.loads(b"[" + self.digests + b"]")
+        goods = self.goods or [False] * len(names)
+        rows = zip(names, self.starts.tolist(), self.sizes.tolist(), digests, goods, strict=True)
         return [
             Wanted(
                 *(name, start, nbytes, digest),

@@ -54,7 +54,7 @@ def fit_imported(brought: BroughtRecords, tensors: Sequence[HeldRecord], module:
     for place, (number, layout) in brought.places.items():
         rows = zip(layout.names, layout.kinds, strict=True)
         kinds = [(dtype_of(names[name]) if name in names else dtype, shape) for name, (dtype, shape) in rows]
-        if kinds != layout.kinds:
+        if kinds != [*layout.kinds]:
             other = SegmentLayout.of_columns(
                 [NameColumns.of(layout.names)], KindColumns.of(kinds), metadata=SEGMENT_METADATA, header_nbytes=0
             )

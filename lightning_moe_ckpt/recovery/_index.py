@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import count, pairwise
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from lightning_moe_ckpt.recovery._assembly import FILLER_NBYTES, Place, WantedNe
 from lightning_moe_ckpt.recovery._inventory import Replica, Version, stored
 from lightning_moe_ckpt.storage import (
     GenerationId,
+    Numbered,
     RankMarker,
     RecordColumns,
     RecordEntry,
@@ -25,6 +26,7 @@ from lightning_moe_ckpt.storage import (
     SegmentEntry,
     SegmentLayout,
     dtype_of,
+    spelled,
 )
 from lightning_moe_ckpt.tiers import CHEAPEST, is_differential
 
@@ -181,25 +183,30 @@ def neighbours(
     Returns:
         Stretches of neighbours; `None` if the files do not have the layout's records.
     """
+    tables = [RecordColumns.of(entry.records).by_offset() for entry in files]
+    dtypes = dict(zip(dict.fromkeys(dtype for dtype, _ in layout.kinds.distinct), count(), strict=False))
     found: list[WantedNeighbours] = []
     first = 0
-    for entry in files:
-        table = RecordColumns.of(entry.records).by_offset()
-        own = slice(first, first + len(table.name))
-        first = own.stop
-        dtypes = {code: dtype_of(code) for code in set(table.dtype)}
-        wanted = [*layout.names[own]], [dtype for dtype, _ in layout.kinds[own]], layout.sizes[own].tolist()
-        if wanted != ([*table.name], list(map(dtypes.__getitem__, table.dtype)), [*table.nbytes]):
+    for entry, table in zip(files, tables, strict=True):
+        own, codes = slice(first, first := first + len(table.name)), Numbered.of(table.dtype)
+        known = np.array([dtypes.get(dtype_of(code), -1) for code in codes.distinct], np.int64)[codes.number]
+        wanted = np.array([dtypes[dtype] for dtype, _ in layout.kinds.distinct], np.int64)[layout.kinds.number[own]]
+        if not (np.array_equal(known, wanted) and np.array_equal(np.asarray(table.nbytes), layout.sizes[own])):
             return None
         found += _stretches(entry, table, layout.offsets[own], layout.sizes[own], copies)
-    return found if first == len(layout.names) else None
+    return found if first == len(layout.sizes) and layout.spelled_names == spelled_names(tables) else None
+
+
+def spelled_names(tables: Iterable[RecordColumns]) -> bytes:
+    """Return the names of records in JSON, with commas between them."""
+    return b",".join([spelled(table.name, 0, len(table.name)) for table in tables if table.name])
 
 
 def _stretches(
     entry: SegmentEntry, table: RecordColumns, starts: Column, sizes: Column, copies: Sequence[Replica]
 ) -> Iterator[WantedNeighbours]:
     """Yield a file's non-empty records, as stretches of the same order and distances as in the buffer."""
-    offsets, names, digests = np.array(table.offset, np.int64), table.name, table.digest
+    offsets, names, digests = np.asarray(table.offset, np.int64), table.name, table.digest
     if not sizes.all():
         (kept,) = np.nonzero(sizes)
         starts, sizes, offsets = starts[kept], sizes[kept], offsets[kept]
@@ -219,10 +226,10 @@ def _stretches(
                 "",
             ),
             [Place(copy, entry, int(offsets[begin])) for copy in copies],
-            names=names[begin:end],
-            starts=starts[begin:end].tolist(),
-            sizes=sizes[begin:end].tolist(),
-            digests=digests[begin:end],
+            names=lambda begin=begin, end=end: names[begin:end],  # type: ignore[misc]
+            starts=starts[begin:end],
+            sizes=sizes[begin:end],
+            digests=spelled(digests, begin, end),
         )
 
 

@@ -14,9 +14,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,11 +25,12 @@ from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt, IdentityMismatch
 from lightning_moe_ckpt.journal import Journal, decode_journal
-from lightning_moe_ckpt.native import CopyEngine
+from lightning_moe_ckpt.native import Column, CopyEngine
 from lightning_moe_ckpt.operators import Box, Operator, OperatorSet, RecordKind
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import NEVER, PEER, TokenLedger, expert_names
 from lightning_moe_ckpt.recovery._attempt import RestoreAttempt, Restored, RestorePlan, ShardSource
+from lightning_moe_ckpt.recovery._index import spelled_names
 from lightning_moe_ckpt.recovery._replay import Replay
 from lightning_moe_ckpt.snapshot import (
     JOURNAL,
@@ -47,11 +49,13 @@ from lightning_moe_ckpt.storage import (
     GenerationId,
     KindColumns,
     NameColumns,
+    Numbered,
     RankMarker,
     RecordColumns,
     SegmentEntry,
     SegmentLayout,
     TensorKind,
+    Texts,
     dtype_of,
     lacking_memory,
 )
@@ -91,28 +95,55 @@ def stored_layouts(marker: RankMarker) -> list[SegmentLayout]:
 def stored_layout(files: Sequence[SegmentEntry]) -> SegmentLayout:
     """Return the record layout of one step, in the files' order. Raises `Corrupt`."""
     tables = [RecordColumns.of(file.records).by_offset() for file in files]
-    kinds: list[TensorKind] = []
     where = ", ".join(file.key for file in files)
     try:
-        for table in tables:
-            dtypes = {code: dtype_of(code) for code in set(table.dtype)}
-            # Buffers are stored whole, all else in flat pieces.
-            shapes = [
-                shape if kind == "buffer" else (numel,)
-                for kind, shape, numel in zip(table.kind, table.global_shape, table.numel, strict=True)
-            ]
-            kinds += zip(map(dtypes.__getitem__, table.dtype), shapes, strict=True)
-        names = NameColumns.of([*chain.from_iterable(table.name for table in tables)])
         # Headers are not rebuilt: names and kinds say the same.
         header_nbytes = min((each.offset[0] for each in tables[:1] if each.offset), default=0)
         layout = SegmentLayout.of_columns(
-            [names], KindColumns.of(kinds), metadata=SEGMENT_METADATA, header_nbytes=header_nbytes
+            _names_of(tables), _kinds_of(tables), metadata=SEGMENT_METADATA, header_nbytes=header_nbytes
         )
     except ValueError as error:
         raise Corrupt(f"{where}: its marker describes no segment ({error}). Another copy may be good.") from error
     if layout.nbytes > sum(file.nbytes for file in files):
         raise Corrupt(f"{where}: its marker has records that overlap. Another copy may be good.")
     return layout
+
+
+_LOCAL = 64
+"""Last records of a file, buffers and the journal among them, whose names are looked up."""
+
+
+def _names_of(tables: Sequence[RecordColumns]) -> list[NameColumns]:
+    names, known = tables[0].name, spelled_names(tables)
+    if len(tables) > 1 or not isinstance(names, Texts) or b'"__' in known:  # they may repeat, or be reserved
+        return [NameColumns.of([*chain.from_iterable(table.name for table in tables)])]
+    cuts = sorted({0, max(0, len(names) - _LOCAL), len(names)})
+    return [
+        NameColumns(stop - start, lambda part=slice(start, stop): names[part], known=names.between(start, stop))  # type: ignore[misc]
+        for start, stop in pairwise(cuts)
+    ]
+
+
+def _kinds_of(tables: Sequence[RecordColumns]) -> KindColumns:
+    """Return the kinds of records: buffers are stored whole, all else in flat pieces."""
+    distinct, numbers = list[TensorKind](), list[Column]()
+    for table in tables:
+        dtypes, lengths = Numbered.of(table.dtype), Numbered.of(table.numel)
+        pair = dtypes.number * len(lengths.distinct) + lengths.number
+        there = np.bincount(pair) > 0
+        number = len(distinct) + (np.cumsum(there) - 1)[pair]
+        pairs = [divmod(each, len(lengths.distinct)) for each in np.flatnonzero(there).tolist()]
+        distinct += [(dtype_of(dtypes.distinct[dtype]), (lengths.distinct[length],)) for dtype, length in pairs]
+        for row in _rows_of(table, "buffer"):
+            number[row] = len(distinct)
+            distinct.append((dtype_of(table.dtype[row]), table.global_shape[row]))
+        numbers.append(number)
+    return KindColumns(distinct, np.concatenate(numbers))
+
+
+def _rows_of(table: RecordColumns, kind: str) -> list[int]:
+    kinds = Numbered.of(table.kind)
+    return np.flatnonzero(kinds.number == kinds.distinct.index(kind)).tolist() if kind in kinds.distinct else []
 
 
 def journal_capacity(marker: RankMarker) -> int:
@@ -123,7 +154,7 @@ def journal_capacity(marker: RankMarker) -> int:
 def _journals(file: SegmentEntry) -> list[int]:
     """Return the sizes in bytes of the journals in a file."""
     columns = RecordColumns.of(file.records)
-    return [nbytes for name, nbytes in zip(columns.name, columns.nbytes, strict=True) if name == JOURNAL]
+    return [columns.nbytes[row] for row in _rows_of(columns, JOURNAL) if columns.name[row] == JOURNAL]
 
 
 def misfit(marker: RankMarker, view: StateView) -> str | None:
@@ -241,13 +272,14 @@ class RestoreSource:
         return self.layouts[0].span(JOURNAL).nbytes
 
     def check_layouts(self, expected: Sequence[SegmentLayout]) -> None:
-        """Raise `IdentityMismatch` if the segments are not laid out as this model, plan and world require."""
+        """Raise `IdentityMismatch` if the segments are not laid out as this model, plan and world require; else keep these."""
         for step, found, wanted in zip(self.steps, self.layouts, expected, strict=True):
-            if (found.header, found.nbytes) != (wanted.header, wanted.nbytes):
+            if not found.is_like(wanted):
                 raise IdentityMismatch(
                     f"{self.generation}, segment of step {step}: its records are not those this model, optimizer and "
                     "world give. Resume with the code that wrote it, or start anew with resume='never'."
                 )
+        self.layouts = [*expected]
 
 
 def replay_of(

@@ -14,6 +14,7 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache, partial
+from itertools import chain
 
 import torch
 
@@ -266,11 +267,27 @@ def _balanced_shards(step: WindowStep, view: StateView, groups: ParallelGroups) 
 
 def shards_of(records: Mapping[str, RecordKind], view: StateView, groups: ParallelGroups) -> Shards:
     """Return this rank's regions with their shards, over all their writers."""
-    operators = [view.operators[name] for name in records if name in view.operators]
-    return {
+    operators, alone = [view.operators[name] for name in records if name in view.operators], Shards()
+    regions = {holders: tuple(groups.ranks(holders)) for holders in dict.fromkeys([op.holders for op in operators])}
+    for holders, region in regions.items():
+        if len(region) == 1 and not view.boxes:
+            own = [op for op in operators if op.holders == holders]
+            alone[region] = list(chain.from_iterable([_all_of(op, records[op.name], view, *region) for op in own]))
+    shared = [op for op in operators if regions[op.holders] not in alone]
+    return alone | {
         region: _shared_out([(op.name, records[op.name], piece) for op, piece in slices], region, view)
-        for region, slices in view.by_region(operators, groups).items()
+        for region, slices in view.by_region(shared, groups).items()
     }
+
+
+def _all_of(operator: Operator, kind: RecordKind, view: StateView, writer: int) -> list[Shard]:
+    """Return the shards of an operator that is on one rank only."""
+    if kind is RecordKind.COMPUTE and (known := view.repeated.get(operator.name)) is not None:
+        return known
+    found = [Shard(operator.name, kind, piece, writer) for piece in operator.slices]
+    if kind is RecordKind.COMPUTE:  # taken again at the window's next steps
+        view.repeated[operator.name] = found
+    return found
 
 
 def _shared_out(taken: Sequence[tuple[str, RecordKind, ParamSlice]], holders: Region, view: StateView) -> list[Shard]:
@@ -282,7 +299,6 @@ def _shared_out(taken: Sequence[tuple[str, RecordKind, ParamSlice]], holders: Re
         sizes = [(piece.stop - piece.start) * widths[kind](piece.fqn) for _, kind, piece in taken]
     shards: list[Shard] = []
     for (name, kind, piece), writer in zip(taken, writers_of(sizes, holders), strict=True):
-        # Weights for forward and backward are taken again at the window's next steps.
         key = (id(piece), writer) if kind is RecordKind.COMPUTE else None
         found = view.repeated.get(key)
         if found is None:

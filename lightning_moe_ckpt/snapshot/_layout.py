@@ -108,8 +108,8 @@ class StateView:
         self.consumed: dict[str, Tensor] = {}
         """Gradients consumed by the newest step, by repeatable parameter; if compressed, the shards that this rank
         writes, one behind the other."""
-        self.repeated: dict[tuple[int, int | None] | None, list[Shard]] = {}
-        """Shards shared by a window's steps, by identity of the operator's slice, and writer."""
+        self.repeated: dict[tuple[int, int | None] | str | None, list[Shard]] = {}
+        """Shards shared by a window's steps, by operator if on one rank, else by identity of its slice, and writer."""
 
     def buffer(self, name: str) -> Tensor | None:
         """Return a live buffer; `None` if the module has dropped it."""

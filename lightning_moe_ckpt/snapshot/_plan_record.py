@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from xxhash import xxh3_128_hexdigest
@@ -96,6 +96,7 @@ class PlanRecord:
         return self._json
 
     @classmethod
+    @lru_cache(maxsize=2)  # a restore reads one plan several times
     def from_json(cls, text: str) -> PlanRecord:
         """Return the record with the text of `to_json`.
 

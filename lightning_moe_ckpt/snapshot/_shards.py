@@ -101,7 +101,8 @@ class ShardTable:
         """First element of the shard in the parameter over all ranks, by tensor."""
         self.kinds = KindColumns([(form[1], (numel_of(form, numel),)) for _, numel, form in self.rows], self.row)
         """Dtypes and shapes of the tensors."""
-        self.boxes = [piece.box for piece in pieces] if any(piece.box for piece in pieces) else []
+        boxes = [piece.box for piece in pieces]
+        self.boxes = boxes if any(boxes) else []
         """Boxes by shard; empty without any."""
 
     @property

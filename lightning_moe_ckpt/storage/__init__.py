@@ -18,6 +18,8 @@ from lightning_moe_ckpt.storage._entries import RecordRows as RecordRows
 from lightning_moe_ckpt.storage._entries import ReferencedEntry as ReferencedEntry
 from lightning_moe_ckpt.storage._entries import SegmentEntry as SegmentEntry
 from lightning_moe_ckpt.storage._entries import SpelledRows as SpelledRows
+from lightning_moe_ckpt.storage._entries import Texts as Texts
+from lightning_moe_ckpt.storage._entries import spelled as spelled
 from lightning_moe_ckpt.storage._fsspec import FsspecBackend as FsspecBackend
 from lightning_moe_ckpt.storage._json import digest_of as digest_of
 from lightning_moe_ckpt.storage._log import Lineage as Lineage
@@ -57,6 +59,7 @@ from lightning_moe_ckpt.storage._scrub import scrub_segment as scrub_segment
 from lightning_moe_ckpt.storage._segment import MAX_HEADER_NBYTES as MAX_HEADER_NBYTES
 from lightning_moe_ckpt.storage._segment import KindColumns as KindColumns
 from lightning_moe_ckpt.storage._segment import NameColumns as NameColumns
+from lightning_moe_ckpt.storage._segment import Numbered as Numbered
 from lightning_moe_ckpt.storage._segment import SegmentLayout as SegmentLayout
 from lightning_moe_ckpt.storage._segment import Span as Span
 from lightning_moe_ckpt.storage._segment import TensorKind as TensorKind

@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import json
 import re
+from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from itertools import chain, compress, repeat
 from math import prod
 from operator import add, attrgetter, le
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 from typing_extensions import override
 
 from lightning_moe_ckpt.errors import Corrupt
-from lightning_moe_ckpt.native import Column, Ranges
+from lightning_moe_ckpt.native import Column, Ranges, read_records
 from lightning_moe_ckpt.storage._json import INTEGER, MAX_INTEGER, TEXT, Form, digest_of, keys
 from lightning_moe_ckpt.storage._names import GenerationId
-from lightning_moe_ckpt.storage._segment import itemsize_of
+from lightning_moe_ckpt.storage._segment import Numbered, itemsize_of
 
 T = TypeVar("T")
 
@@ -97,6 +99,39 @@ RECORD_COLUMNS = [column.name for column in fields(RecordEntry) if column.name n
 _ROW = attrgetter(*RECORD_COLUMNS)
 
 
+class Texts(Sequence[str]):
+    """Column of texts in JSON, without escapes and with commas between them, of which `bounds` has each one's first byte."""
+
+    def __init__(self, spelled: bytes | memoryview, bounds: Column) -> None:
+        self._spelled, self._bounds = spelled, bounds
+
+    def between(self, start: int, stop: int) -> bytes:
+        """Return some neighbours in JSON, with commas between them."""
+        return bytes(self._spelled[self._bounds[start] : self._bounds[stop] - 1])
+
+    @override
+    def __getitem__(self, index: Any) -> Any:
+        places = range(len(self))[index]
+        if isinstance(places, int):
+            return self.between(places, places + 1)[1:-1].decode("ascii")
+        return self.between(places.start, places.stop)[1:-1].decode("ascii").split('","') if places else []
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return iter(self[:])
+
+    @override
+    def __len__(self) -> int:
+        return len(self._bounds) - 1
+
+
+def spelled(column: Sequence[str], start: int, stop: int) -> bytes:
+    """Return some neighbours in a column of texts in JSON, with commas between them."""
+    if isinstance(column, Texts):
+        return column.between(start, stop)
+    return json.dumps(column[start:stop], separators=(",", ":"))[1:-1].encode("ascii")
+
+
 class RecordColumns(NamedTuple):
     """Records of a file by column, a value per record: objects for a million records take seconds."""
 
@@ -125,7 +160,7 @@ class RecordColumns(NamedTuple):
 
     def by_offset(self) -> RecordColumns:
         """Return the records in their order in the file."""
-        if all(map(le, self.offset, self.offset[1:])):
+        if (np.diff(np.asarray(self.offset, np.int64)) >= 0).all():
             return self
         order = sorted(range(len(self.offset)), key=self.offset.__getitem__)
         columns: list[Any] = [[column[index] for index in order] for column in self]
@@ -168,12 +203,8 @@ class RecordTable(Sequence[RecordEntry]):
         """Stored bytes, with the newline."""
         return b"".join(self.parts)
 
-    @overload
-    def __getitem__(self, index: int) -> RecordEntry: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[RecordEntry]: ...
     @override
-    def __getitem__(self, index: int | slice) -> RecordEntry | Sequence[RecordEntry]:
+    def __getitem__(self, index: Any) -> Any:
         """Return one record or a slice of them. Raises `Corrupt` if the line does not hold records."""
         return self._records[index]
 
@@ -199,6 +230,32 @@ class RecordTable(Sequence[RecordEntry]):
         if self._rows is not None:
             said = bytes(self.parts[1]).decode("ascii")
             return self._rows.columns._replace(digest=said.split(_SEPARATOR.decode()) if said else [])
+        columns = self._read() or self._parsed()
+        if not _are_consistent(columns, self.file_nbytes):
+            for record in columns.entries():
+                if (reason := _contradiction(record, self.file_nbytes)) is not None:
+                    raise Corrupt(f"{self._where}: {record.name} {reason}. Another copy may be good.")
+        return columns
+
+    def _read(self) -> RecordColumns | None:
+        """Return the columns of a line that is spelled as this package does; `None` for any other line."""
+        line = self.parts[0] if len(self.parts) == 1 else self.line
+        between = np.frombuffer(line, np.uint8)[len(_HEAD) + _DIGEST - 1 :: _DIGEST] == ord(",")
+        count = int(between.argmin()) + 1 if between.size else 0
+        found = read_records(line, _LETTERS, count)
+        if found is None or (np.diff(found[0][_OFFSETS]) < 0).any():
+            return None
+        values, names, bounds, distinct = found
+        distinct[_SHAPES] = list(map(tuple, distinct[_SHAPES]))
+        boxes = [*((tuple(offset), tuple(size)) for offset, size in distinct[-1]), None]  # -1 is the last one
+        columns: list[Any] = [Numbered(*each) for each in zip(distinct[:-1], values[:-1], strict=True)]
+        columns[0] = Texts(names, bounds)
+        for place in (place for place, letter in enumerate(_LETTERS) if letter == "i"):
+            columns[place] = array("q", values[place].tobytes())
+        digests = Texts(line[len(_HEAD) : len(_HEAD) + count * _DIGEST], np.arange(count + 1) * _DIGEST)
+        return RecordColumns(*[*columns, digests, Numbered(boxes, values[-1])])
+
+    def _parsed(self) -> RecordColumns:
         try:
             line = json.loads(self.line)
         except (ValueError, RecursionError) as error:
@@ -206,12 +263,7 @@ class RecordTable(Sequence[RecordEntry]):
         digests, rows = _LINE.read(line, self._where)
         if len(digests) != len(rows):
             raise Corrupt(f"{self._where}: {len(digests)} digests for {len(rows)} records.")
-        columns = _read_columns(rows, digests, f"{self._where}: rows")
-        if not _are_consistent(columns, self.file_nbytes):
-            for record in columns.entries():
-                if (reason := _contradiction(record, self.file_nbytes)) is not None:
-                    raise Corrupt(f"{self._where}: {record.name} {reason}. Another copy may be good.")
-        return columns
+        return _read_columns(rows, digests, f"{self._where}: rows")
 
     @cached_property
     def _records(self) -> tuple[RecordEntry, ...]:
@@ -307,7 +359,10 @@ def _read_columns(rows: Sequence[list[Any]], digests: Sequence[str], where: str)
     return RecordColumns(*columns)
 
 
-_COLUMNS, _SHAPES = len(RECORD_COLUMNS), RECORD_COLUMNS.index("global_shape")
+_COLUMNS, _SHAPES, _OFFSETS = len(RECORD_COLUMNS), *map(RECORD_COLUMNS.index, ("global_shape", "offset"))
+_HEAD, _DIGEST = '{"digests":[', len(f'"{digest_of()}",')
+_LETTERS = "ntttttsiciib"
+"""Kinds of the columns for `read_records`."""
 
 
 def _read_boxes(rows: Sequence[list[Any]], where: str) -> list[Bounds | None]:
@@ -327,24 +382,23 @@ def _fits(box: Bounds, shape: tuple[int, ...]) -> bool:
 
 
 def _are_consistent(columns: RecordColumns, file_nbytes: int) -> bool:
-    """Return whether no record has a `_contradiction`; Python's whole numbers have no limit."""
-    # There are few different sizes and shapes.
-    sizes = set(zip(columns.dtype, columns.numel, columns.nbytes, strict=True))
-    itemsizes = {code: itemsize_of(code) for code, _, _ in sizes}
-    shapes = columns.global_shape
-    if any(columns.box):
-        places = zip(columns.box, columns.global_shape, strict=True)
-        if not all(box is None or _fits(box, shape) for box, shape in set(places)):
+    """Return whether no record has a `_contradiction`; false also for numbers that are too large to tell."""
+    dtypes, shapes = Numbered.of(columns.dtype), Numbered.of(columns.global_shape)
+    if any(Numbered.of(columns.box).distinct):
+        places = Numbered.of([*zip(columns.box, columns.global_shape, strict=True)])
+        if not all(box is None or _fits(box, shape) for box, shape in places.distinct):
             return False
-        shapes = [shape if box is None else box[1] for box, shape in zip(columns.box, shapes, strict=True)]
-    numels = {shape: prod(shape) for shape in set(shapes)}
-    ends = map(add, columns.global_start, columns.numel)
-    return (
-        None not in itemsizes.values()
-        and all(numel * (itemsizes[code] or 0) == nbytes for code, numel, nbytes in sizes)
-        and all(map(le, ends, map(numels.__getitem__, shapes)))
-        and max(map(add, columns.offset, columns.nbytes), default=0) <= file_nbytes
-    )
+        shapes = Numbered([shape if box is None else box[1] for box, shape in places.distinct], places.number)
+    itemsizes = [itemsize_of(code) for code in dtypes.distinct]
+    if None in itemsizes:
+        return False
+    # Sums of two numbers of 63 bits stay below 2**64.
+    itemsize = np.array(itemsizes, np.uint64)[dtypes.number]
+    size = np.array([min(prod(shape), MAX_INTEGER) for shape in shapes.distinct], np.uint64)[shapes.number]
+    start, numel = (np.asarray(column, np.uint64) for column in (columns.global_start, columns.numel))
+    offset, nbytes = (np.asarray(column, np.uint64) for column in (columns.offset, columns.nbytes))
+    good = (nbytes % itemsize == 0) & (nbytes // itemsize == numel) & (start + numel <= size)
+    return bool(good.all()) and int((offset + nbytes).max(initial=0)) <= file_nbytes
 
 
 def _contradiction(record: RecordEntry, file_nbytes: int) -> str | None:

@@ -15,17 +15,20 @@ import json
 import math
 import struct
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from json.encoder import encode_basestring_ascii
 from operator import mul
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.native import Column, Spelled, spell_rows
+
+T = TypeVar("T")
 
 _PAGE_NBYTES = 4096
 MAX_HEADER_NBYTES = 100_000_000
@@ -142,8 +145,8 @@ class SegmentLayout:
         align: int,
         header_nbytes: int | None,
     ) -> None:
-        self._names, self._kinds = names, kinds
-        _check([name for each in names if each.parts is None for name in each.texts()], metadata, align)
+        self._names, self.kinds = names, kinds
+        _check([name for each in names if not (each.parts or each.known) for name in each.texts()], metadata, align)
         for number, (dtype, _) in enumerate(kinds.distinct):
             if dtype not in _CODES:
                 raise ValueError(f"{self.names[int(np.argmax(kinds.number == number))]!r}: {_not_stored(dtype)}")
@@ -160,17 +163,12 @@ class SegmentLayout:
     def header(self) -> bytes:
         """Bytes before the first tensor; their number is a multiple of 4096."""
         metadata = {_FORMAT_KEY: _FORMAT, _ALIGN_KEY: str(self.align), **self.metadata}
-        return _header(self._names, self._kinds, self._places, metadata)
+        return _header(self._names, self.kinds, self._places, metadata)
 
     @cached_property
     def names(self) -> list[str]:
         """Names of the tensors in order."""
         return [name for each in self._names for name in each.texts()]
-
-    @cached_property
-    def kinds(self) -> list[TensorKind]:
-        """Dtypes and shapes of the tensors in order."""
-        return list(map(self._kinds.distinct.__getitem__, self._kinds.number.tolist()))
 
     @cached_property
     def _last(self) -> dict[str, int]:
@@ -193,6 +191,21 @@ class SegmentLayout:
         """`offsets` and `sizes` in pairs."""
         return list(zip(self.offsets.tolist(), self.sizes.tolist(), strict=True))
 
+    @property
+    def spelled_names(self) -> bytes:
+        """Names in JSON with commas between them."""
+        return b",".join([each.spelled for each in self._names if each.length])
+
+    def is_like(self, other: SegmentLayout) -> bool:
+        """Return whether another layout has the same header; it is not spelled for that."""
+        numbers: dict[TensorKind, int] = {}
+        kinds = [
+            np.array([numbers.setdefault(kind, len(numbers)) for kind in each.kinds.distinct])[each.kinds.number]
+            for each in (self, other)
+        ]
+        facts = [(each.metadata, each.align, each.nbytes, each.offsets[:1].tolist()) for each in (self, other)]
+        return facts[0] == facts[1] and np.array_equal(kinds[0], kinds[1]) and self.spelled_names == other.spelled_names
+
     def write_header(self, buffer: torch.Tensor) -> None:
         """Write the header into `buffer` (uint8, 1-D, at least `nbytes`) and zeros into the gaps."""
         buffer[: len(self.header)].copy_(torch.frombuffer(bytearray(self.header), dtype=torch.uint8))
@@ -206,7 +219,7 @@ class SegmentLayout:
     def span(self, name: str) -> Span:
         """Return a tensor's place. Raises `KeyError`."""
         index = self._last[name] if name in self._last else self._index[name]
-        kind = self._kinds.distinct[int(self._kinds.number[index])]
+        kind = self.kinds.distinct[int(self.kinds.number[index])]
         return Span(int(self.offsets[index]), int(self.sizes[index]), *kind)
 
     def view(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
@@ -250,18 +263,41 @@ class SegmentLayout:
         return bytes(data[: 8 + _header_nbytes(data)])
 
 
-class KindColumns(NamedTuple):
-    """Numbered kinds of tensors in order: kinds are few, and looking one up takes longer than anything else here."""
+class Numbered(Sequence[T]):
+    """Column of values in order, few of them different: looking a kind of tensor up takes longer than anything else here."""
 
-    distinct: list[TensorKind]
-    number: Column
+    def __init__(self, distinct: Sequence[T], number: Column) -> None:
+        self.distinct, self.number = distinct, number
 
     @classmethod
-    def of(cls, kinds: Sequence[TensorKind]) -> KindColumns:
-        """Return the columns for a list."""
-        distinct = list(dict.fromkeys(kinds))
+    def of(cls, values: Sequence[T]) -> Numbered[T]:
+        """Return the column for a list; the column itself for a column."""
+        if isinstance(values, Numbered):
+            return values
+        distinct = list(dict.fromkeys(values))
         numbers = dict(zip(distinct, range(len(distinct)), strict=True))
-        return cls(distinct, np.fromiter(map(numbers.__getitem__, kinds), np.int64, len(kinds)))
+        return cls(distinct, np.fromiter(map(numbers.__getitem__, values), np.int64, len(values)))
+
+    @override
+    def __getitem__(self, index: Any) -> Any:
+        numbers = self.number[index]
+        return [self.distinct[each] for each in numbers] if isinstance(index, slice) else self.distinct[numbers]
+
+    @override
+    def __iter__(self) -> Iterator[T]:
+        return map(self.distinct.__getitem__, self.number.tolist())
+
+    @override
+    def __len__(self) -> int:
+        return len(self.number)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """Return numbers as an array."""
+        return np.array(self.distinct, dtype)[self.number]
+
+
+KindColumns = Numbered[TensorKind]
+"""Kinds of tensors in order."""
 
 
 class NameColumns(NamedTuple):
@@ -271,11 +307,22 @@ class NameColumns(NamedTuple):
     texts: Callable[[], Sequence[str]]
     parts: Sequence[Spelled] | None = None
     """Parts of the names in JSON, all different and none reserved; `None` to spell `texts`."""
+    known: bytes | None = None
+    """Names in JSON with commas between them, likewise, if that is where `texts` come from."""
 
     @classmethod
     def of(cls, names: Sequence[str]) -> NameColumns:
         """Return the columns for a list."""
         return cls(len(names), lambda: names)
+
+    @property
+    def spelled(self) -> bytes:
+        """Names in JSON with commas between them."""
+        if self.known is not None:
+            return self.known
+        if self.parts is not None:
+            return spell_rows(self.parts, self.length)
+        return ",".join(map(encode_basestring_ascii, self.texts())).encode()
 
 
 def _check(names: Sequence[str], metadata: Mapping[str, str], align: int) -> None:

@@ -151,7 +151,7 @@ def test_records_that_are_verified_together_come_as_one_by_one(damage: list[set[
         store.files[copy, "file"] = None if bad is None else spoilt
     wanted = neighbours([entry], LAYOUT, COPIES)
     assert wanted is not None
-    assert [list(each.names) for each in wanted] == [list(NAMES)]
+    assert [list(each.names()) for each in wanted] == [list(NAMES)]
     buffer = torch.full((LAYOUT.nbytes,), 255, dtype=torch.uint8)
     assembly = Assembly("it", buffer, wanted, may_be_lost=True)
     good = all(any(bad is not None and name not in bad for bad in damage) for name in NAMES)
@@ -169,7 +169,7 @@ def test_records_that_lie_otherwise_are_not_taken_for_neighbours() -> None:
     moved = [replace(record, offset=record.offset + 4096 * (record.name > "b")) for record in entry.records]
     wanted = neighbours([replace(entry, records=moved)], LAYOUT, COPIES)
     assert wanted is not None
-    assert [list(each.names) for each in wanted] == [["a", "b"], ["c", "d", "e"]]
+    assert [list(each.names()) for each in wanted] == [["a", "b"], ["c", "d", "e"]]
     assert [each.places[0].offset - each.start for each in wanted] == [0, 4096]
     for change in ({"name": "f"}, {"nbytes": 8, "dtype": "U8"}, {"dtype": "I8"}):
         other = [replace(entry.records[0], **change), *entry.records[1:]]
