@@ -350,7 +350,7 @@ def agree(rank: SimulatedRank) -> RankMarker | None:
     size = rank.world_size
     memory = NodeMemory(rank.rank, size)
     search = Agreement(cast("Any", _store(size)), rank, cast("Any", memory), cast("Any", None))
-    search.run()
+    search.run(rank.run_on_coordinator(lambda: [[each.to_bytes() for each in _store(size).candidates()], [], []]))
     return search.marker
 
 

@@ -138,7 +138,7 @@ class World:
         with contextlib.closing(tier):
             reader = Reader(store.run_id, tier, ObjectTier(store, list(commits.values())))
             inventory = Inventory.of([reader.stock("node").plain()], commits)
-            seen = inventory.seen
+            seen = inventory.offers.seen
             foreign = [v for v in inventory.in_memory if store.why_foreign(v.generation, seen.get(v)) is not None]
             alive = [v for v in inventory.all_versions if store.why_dead(v.generation) is None and v not in foreign]
             usable = inventory.usable(alive)
