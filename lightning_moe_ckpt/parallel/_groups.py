@@ -271,15 +271,13 @@ class _Maker:
         ranks = self._placed.ranks(name)
         with closed_listeners(lazily=len(ranks) > MESH_RANKS):
             group = self.own(name, "gloo")
-        if len(ranks) <= MESH_RANKS or name == "replicate":
-            return group
-        # at once: a rank out of reach is noticed here, and `GroupAbort` knows the connections
-        parent, children = tree(place := ranks.index(self._placed.rank), len(ranks))
-        for peer in [parent, *children] if place else children:
-            sent = dist.isend(torch.zeros(1), ranks[peer], group)
-            dist.recv(torch.zeros(1), ranks[peer], group)
-            assert sent is not None
-            sent.wait()
+            # at once: a rank out of reach is noticed here, and `GroupAbort` and the limit of silence know the connections
+            parent, children = tree(place := ranks.index(self._placed.rank), len(ranks))
+            for peer in [parent, *children][not place :] if len(ranks) > MESH_RANKS and name != "replicate" else ():
+                sent = dist.isend(torch.zeros(1), ranks[peer], group)
+                dist.recv(torch.zeros(1), ranks[peer], group)
+                assert sent is not None
+                sent.wait()
         return group
 
 
