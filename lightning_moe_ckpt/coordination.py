@@ -127,7 +127,7 @@ class Exchange:
         the other ranks waiting in the exchange. Collective.
 
         Yields:
-            An empty list for a plain value; behind the body, the values of all ranks.
+            An empty list for a plain value, on all ranks or none; behind the body, the values of all ranks.
 
         Args:
             error: class of what is raised, with the reasons of all ranks that failed; one reason of all ranks is said once.
@@ -144,6 +144,7 @@ class Exchange:
         ]
         if told:
             raise error(str(failed) if len(set(reasons)) == 1 else " ".join(told)) from failed
+        assert len(said) in {0, len(rows)}, "ranks take part in exchanges of different kinds"
 
     def broadcast(self, value: object) -> object:
         """Return the coordinator's value on every rank."""

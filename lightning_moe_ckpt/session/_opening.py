@@ -5,10 +5,20 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from lightning_moe_ckpt.journal import Journal
 from lightning_moe_ckpt.launch import Supervised
 from lightning_moe_ckpt.planning import Planner
-from lightning_moe_ckpt.recovery import Replay, RestoreSource, ResumeRequest, RunOpener, is_superseded, replay_of
+from lightning_moe_ckpt.recovery import (
+    Replay,
+    RestoreSource,
+    ResumeRequest,
+    RunOpener,
+    follow_found,
+    is_superseded,
+    replay_of,
+)
 from lightning_moe_ckpt.session._capture import CaptureSession
 from lightning_moe_ckpt.session._dense import DenseCapture
 from lightning_moe_ckpt.session._job import SessionJob
@@ -59,10 +69,21 @@ class OpenRun:
         self.opener.close()
 
 
-def open_run(job: SessionJob, planner: Planner, *, load: bool) -> tuple[OpenRun, tuple[WindowLayout, Replay] | None]:
+class Restoring(NamedTuple):
+    """A restored generation that is gone on from."""
+
+    layout: WindowLayout
+    outcome: Journal
+    """Outcome of its first step."""
+    replay: Replay | None = None
+    """Replay of its steps; `None` where the live state is kept."""
+
+
+def open_run(job: SessionJob, planner: Planner, *, load: bool) -> tuple[OpenRun, Restoring | None]:
     """Open the run and make its parts, with one worker per tier, in the same order on all ranks; and begin to `load`. Collective.
 
-    Where constants change what trains, another planner takes the place of `planner`. `load` is that of `Planner.settle`.
+    Where constants change what trains, another planner takes the place of `planner`. `load` is that of `Planner.settle`; ranks may differ
+    in it.
     """
     config, policy, view, groups, exchange = job.config, job.policy, job.view, job.groups, job.exchange
     identity = Identity.of_job(job.operators, view, groups, job.autocast_dtype, exchange)
@@ -98,16 +119,19 @@ def open_run(job: SessionJob, planner: Planner, *, load: bool) -> tuple[OpenRun,
             nbytes, older = planner.sizes.dense_nbytes, not policy.exact or policy.chains is not None
             memory = claim_memory(opener.claim, groups.rank, resumed, dense_nbytes=nbytes, older=older)
             failed.callback(memory.close, unlink=False)  # another rank may fail here, or while tiers are joined
-        loading = None
+        restoring = None
         if found is not None and load:  # its bytes travel while tiers are joined
-            loading = replay_of(
+            layout, replay = replay_of(
                 *(found, view, groups, exchange, job.engine),
                 may_skip=job.may_skip and not job.compiled,
                 as_user=job.journals.as_user,
             )
+            restoring = Restoring(layout, replay.journals[0]["outcome"], replay)
+        elif found is not None:  # exchanges as above, with ranks that load
+            restoring = Restoring(*follow_found(found, view, groups, exchange))
         run = _joined(job, opener, found, planner=planner, memory=memory, markers=markers)
         failed.pop_all()
-    return run, loading
+    return run, restoring
 
 
 def _joined(

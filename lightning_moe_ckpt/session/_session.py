@@ -21,7 +21,7 @@ from lightning_moe_ckpt.journal import UNFIT, Journal, encode
 from lightning_moe_ckpt.native import Bubbles
 from lightning_moe_ckpt.planning import Planner
 from lightning_moe_ckpt.process import FrozenHeap, HookClock, collections_paused
-from lightning_moe_ckpt.recovery import Repeats, Replay, RestoreSource, follow_found, load_found
+from lightning_moe_ckpt.recovery import Repeats, Replay, RestoreSource, load_found
 from lightning_moe_ckpt.session._dense import DenseTurns
 from lightning_moe_ckpt.session._job import SessionJob
 from lightning_moe_ckpt.session._opening import OpenRun, open_run
@@ -87,7 +87,7 @@ class CheckpointSession:
         """
         started, job = time.perf_counter(), self.job
         with self._heap.keeping():
-            self._run, loading = open_run(job, self._planner, load=not stay)
+            self._run, restoring = open_run(job, self._planner, load=not stay)
             run = self._run
             self.is_open, self._planner, found = True, run.planner, run.found
             if job.exchange.is_coordinator:
@@ -96,21 +96,21 @@ class CheckpointSession:
                 build_on_stored(run.opener.store, job.exchange, run.tiers, run.storage, found)
             self._planner.begin()
             start = None if found is None else found.start
-            if found is not None and stay:
-                layout = self._take_up(found, *follow_found(found, job.view, job.groups, job.exchange))
-                self.repeats.go_on(layout, job.groups, job.engine)
-            elif found is not None and loading is not None:
-                start = self._load(found, *loading, started)
-            if found is not None:
+            if found is not None and restoring is not None:
+                layout, outcome, replay = restoring
+                if replay is None:
+                    self.repeats.go_on(self._take_up(found, layout, outcome), job.groups, job.engine)
+                else:
+                    load_found(found, replay, job.view.operators)
+                    self.repeats.begin(replay, self._take_up(found, layout, outcome))
+                    start = self._restored(found, replay, started)
                 found.segments.clear()  # the replay has them, and lets go of each once it is settled
         if start is None:
             self._heap.sweep()
         self._durations.start = time.perf_counter() - started
         return start
 
-    def _load(self, found: RestoreSource, layout: WindowLayout, replay: Replay, started: float) -> Journal:
-        load_found(found, replay, self.job.view.operators)
-        self.repeats.begin(replay, self._take_up(found, layout, replay.journals[0]["outcome"]))
+    def _restored(self, found: RestoreSource, replay: Replay, started: float) -> Journal:
         self._durations.restore = time.perf_counter() - started
         log.info(
             "resumes from %s, plan %s, at step %d in %.2f s; dense after %d replayed steps",
