@@ -51,6 +51,21 @@ _BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what other
             option("--pipeline-folder", "For checkpoints (default: the temporary directory).", "PATH", type=Path),
         ],
     ),
+    "recovery": (
+        "Steps and seconds lost per kind of failure, beside torch DCP and Lightning's .ckpt.",
+        [
+            number("--kills", 5, "Kills of every run, each at another step between two checkpoints."),
+            number("--nodes", 2, "Processes, each a node of its own."),
+            number("--every", 8, "Steps between two checkpoints; the window of sparse ones."),
+            number("--recovery-blocks", 4, "Transformer blocks of the model that is killed."),
+            number("--recovery-dim", 128, "Its model dimension."),
+            number("--host-kills", 10, "Kills of a process whose state is read back from memory, without training."),
+            number("--host-megabytes", 50, "MiB of that state."),
+            several("--systems", ["sparse", "dense", "partial", "selective", "dcp", "lightning"], "What is compared"),
+            flag("--breakdown", "Where the milliseconds go: of restarts by phase, of checkpoints by hook and thread."),
+            option("--folder", "For checkpoints (default: the temporary directory).", "PATH", type=Path),
+        ],
+    ),
     "in-place": (
         "Seconds from a SIGKILL to the first new step: moe-ckpt run, with and without a spare, and torchrun.",
         [

@@ -18,10 +18,10 @@ from types import SimpleNamespace
 
 from rich.table import Table
 
+from benchmarks.failure import MeasuredFailure
 from benchmarks.in_place import FailingJob, job, time_ratio
 from benchmarks.killed_fit import WINDOW
 from lightning_moe_ckpt.benchmarks._benchmark import Progress, rounds_of, table_of
-from lightning_moe_ckpt.benchmarks._fits import MeasuredFailure
 from lightning_moe_ckpt.testing._records import Record
 
 SYSTEMS = {

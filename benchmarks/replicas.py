@@ -18,10 +18,10 @@ from rich.console import Group, RenderableType
 from typing_extensions import override
 
 from benchmarks import in_place
+from benchmarks.failure import MeasuredFailure, step_seconds_of
 from benchmarks.in_place import FailingJob, FailureFigure
 from benchmarks.replicas_fit import REPLICA
 from lightning_moe_ckpt.benchmarks._benchmark import Progress
-from lightning_moe_ckpt.benchmarks._fits import MeasuredFailure, step_seconds_of
 from lightning_moe_ckpt.testing._attempts import free_port
 
 TORCHFT = "torchft, a replica per rank"

@@ -8,9 +8,8 @@ from importlib.metadata import version
 
 import pytest
 
-from benchmarks import quality_fit
+from benchmarks import quality_fit, recovery
 from benchmarks.__main__ import PROGRAM as EVIDENCE
-from lightning_moe_ckpt.benchmarks import _recovery
 from lightning_moe_ckpt.cli import BENCH, PROGRAM, main
 
 _HELP_OF_EVERYTHING = """
@@ -113,8 +112,8 @@ def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_choices_are_those_of_the_benchmarks() -> None:
     """They stand in the command line too, which imports no benchmark."""
-    defaults = {param.name: param.default for command in BENCH.commands.values() for param in command.params}
-    assert defaults["systems"] == [*dict.fromkeys(system for system, _ in _recovery.CASES)]
+    defaults = {param.name: param.default for param in EVIDENCE.commands["recovery"].params}
+    assert defaults["systems"] == [*dict.fromkeys(system for system, _ in recovery.CASES)]
     defaults = {param.name: param.default for param in EVIDENCE.commands["quality"].params}
     lossy = [case.system for case in quality_fit.CASES if case.loss != "nothing"]
     assert defaults["quality_policies"] == [*dict.fromkeys(lossy)]

@@ -33,31 +33,6 @@ ENDED = "threads that ended"
 _NOTHING = Cost(0.0, 0.0)
 
 
-_OURS, _OF_LIGHTNING = "lightning_moe_ckpt.", "lightning.pytorch."
-PHASES = {
-    "process group": [f"{_OURS}strategy:MoEStrategy setup_distributed"],
-    "operators": [f"{_OURS}fit:FitSession __init__"],
-    "log": [f"{_OURS}recovery._opener:RunOpener _open_store _open_incarnation _list"],
-    "agreement": [f"{_OURS}coordination:Exchange gather gather_tensor broadcast"],
-    "discovery": [f"{_OURS}recovery._inventory:Reader __init__", f"{_OURS}recovery._attempt:RestoreAttempt marker"],
-    "bytes and digests": [f"{_OURS}recovery._transfer:Transfer fill"],
-    "plan": [f"{_OURS}snapshot:FileLayout __init__", f"{_OURS}planning:Planner settle"],
-    "load": [
-        *(f"{_OURS}recovery._replay:Replay load", f"{_OURS}benchmarks._variants:DcpCheckpoint on_fit_start"),
-        f"{_OF_LIGHTNING}trainer.connectors.checkpoint_connector:_CheckpointConnector _restore_modules_and_callbacks",
-    ],
-    "second look or load": [f"{_OURS}recovery._replay:Replay reconcile"],
-    "tiers": [f"{_OURS}session._opening _joined"],
-    "rings": [f"{_OURS}tiers:Rings make"],
-    "thaw": [f"{_OURS}snapshot:Constants settle", f"{_OURS}process:FrozenHeap sweep"],
-    "loaders": [f"{_OF_LIGHTNING}loops.fit_loop:_FitLoop setup_data"],
-    "rest of a restore": [f"{_OURS}session:CheckpointSession begin", f"{_OURS}fit._recorder:BoundaryRecorder resume"],
-}
-"""Functions by a restart's phase: owners, each with its functions' names."""
-EXCHANGES = "exchanges"
-"""Number of exchanges of values between ranks in a restart, beside its phases."""
-
-
 class CostMeter:
     """Measure functions by name, each without the others inside, on the calling thread until `stop`.
 
@@ -106,19 +81,6 @@ class HookMeter(CostMeter):
     def __init__(self, peer: Callback | None) -> None:
         owner, hooks = (FitSession, _own_hooks()) if peer is None else (type(peer), _overridden(type(peer)))
         super().__init__({name: [f"{owner.__module__}:{owner.__qualname__} {name}"] for name in hooks})
-
-
-def phases_of(columns: Mapping[str, Sequence[Mapping[str, float]]]) -> RenderableType:
-    """Return a table with seconds by phase, a column per system with every rank's."""
-    rows = [
-        [name, *(" / ".join(f"{1e3 * rank.get(name, 0.0):.1f}" for rank in ranks) for ranks in columns.values())]
-        for name in PHASES
-    ]
-    rows.append(
-        [EXCHANGES, *(" / ".join(f"{rank.get(EXCHANGES, 0):.0f}" for rank in ranks) for ranks in columns.values())]
-    )
-    note = "milliseconds of the training thread until the first step was done, by rank; waits for other ranks are in agreement"
-    return table_of("Phases of these restarts", ("", *columns), rows, note)
 
 
 def _own_hooks() -> list[str]:

@@ -25,18 +25,18 @@ from launcher import run_world
 from rich.console import Console, RenderableType
 
 import lightning_moe_ckpt
-from benchmarks import in_place, native, native_goals, peers, replicas, scale, selection
+from benchmarks import in_place, native, native_goals, peers, recovery, replicas, scale, selection
 from benchmarks.__main__ import PROGRAM
+from benchmarks.failure import MeasuredFailure
 from benchmarks.in_place import FailureFigure
 from benchmarks.persist import CPU, LOCAL, OBJECT, STEP, PersistFigure
+from benchmarks.recovery import CASES, HostRestoreFigure, Recovery, RecoveryFigure
 from benchmarks.scale import MEASURED as MEASURED_BY_SCALE
 from benchmarks.scale import Growth, ScaleFigure, sizes_of
 from benchmarks.selection import SelectionFigure
-from lightning_moe_ckpt.benchmarks import _overhead, _recovery, _strategy
+from lightning_moe_ckpt.benchmarks import _overhead, _strategy
 from lightning_moe_ckpt.benchmarks._benchmark import Cost, Machine, accelerator_for, rounds_of, show_table, table_of
-from lightning_moe_ckpt.benchmarks._fits import MeasuredFailure
 from lightning_moe_ckpt.benchmarks._overhead import OverheadFigure
-from lightning_moe_ckpt.benchmarks._recovery import CASES, HostRestoreFigure, Recovery, RecoveryFigure
 from lightning_moe_ckpt.benchmarks._strategy import StrategyFigure
 from lightning_moe_ckpt.benchmarks._variants import chosen_variants
 from lightning_moe_ckpt.cli import main, run
@@ -382,7 +382,7 @@ def test_every_failure_is_recovered_from() -> None:
         assert (figure.restore_seconds is not None) == (figure.system == "dense")
     lost_everything = [figure for figure in figures if (figure.system, figure.loss) == ("dense", "cluster")]
     assert all([*rank] == ["storage"] for figure in lost_everything for rank in figure.restored_from)
-    shown = _shown(_recovery.table([*figures, HostRestoreFigure(**host)]))
+    shown = _shown(recovery.table([*figures, HostRestoreFigure(**host)]))
     assert "out of host memory, without imports: median" in shown
     assert all(text in shown for text in ("DenseCheckpoint", "torch DCP, async", "all nodes", "any", "steps lost"))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_moe_ckpt.benchmarks._recovery import host_restore_seconds
+from benchmarks.recovery import host_restore_seconds
 
 
 def test_a_killed_process_state_is_read_back_and_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,18 +14,20 @@ from launcher import run_world
 from lightning.pytorch import Callback, Trainer
 from rich.console import Console
 
-from lightning_moe_ckpt.benchmarks._breakdown import EXCHANGES, PHASES
-from lightning_moe_ckpt.benchmarks._fits import BenchModel, ModelSize, quiet_lightning, random_tokens
-from lightning_moe_ckpt.benchmarks._recovery import (
+from benchmarks.__main__ import PROGRAM
+from benchmarks.recovery import (
     CASES,
+    EXCHANGES,
+    PHASES,
     HostRestoreFigure,
     RecoveryFigure,
     _host_line,
     newest_step,
     table,
 )
+from lightning_moe_ckpt.benchmarks._fits import BenchModel, ModelSize, quiet_lightning, random_tokens
 from lightning_moe_ckpt.benchmarks._variants import DcpCheckpoint
-from lightning_moe_ckpt.cli import main
+from lightning_moe_ckpt.cli import run
 
 SIZE = ModelSize(num_blocks=1, model_dim=32, num_experts=2, expert_dim=32, batch_size=2)
 
@@ -108,7 +110,9 @@ def test_sparse_checkpoints_and_lightnings_own_are_killed_and_resumed() -> None:
         size = ["--kills", "1", "--nodes", "2", "--every", "2", "--recovery-blocks", "1", "--recovery-dim", "32"]
         size += ["--host-kills", "2", "--host-megabytes", "1", "--breakdown"]
         with redirect_stdout(io.StringIO()) as out:
-            status = main(["bench", "recovery", "--json", "--systems", "sparse", "--systems", "lightning", *size])
+            status = run(
+                PROGRAM, "benchmarks", ["recovery", "--json", "--systems", "sparse", "--systems", "lightning", *size]
+            )
         return status, out.getvalue()
 
     ((status, out),) = run_world(1, work, process_group=False, timeout=timedelta(minutes=4))

@@ -13,8 +13,8 @@ import torch
 from launcher import run_world
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 
+from benchmarks.recovery import host_restore_seconds
 from lightning_moe_ckpt.benchmarks._fits import HandOver, TurnFailed, TurnTaker
-from lightning_moe_ckpt.benchmarks._recovery import host_restore_seconds
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 from lightning_moe_ckpt.process import compute_alone
 from lightning_moe_ckpt.testing import run_attempts

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -32,6 +32,7 @@ from lightning.pytorch import Callback, seed_everything
 from rich.console import Group, RenderableType
 from typing_extensions import override
 
+from benchmarks.failure import failure_of
 from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.benchmarks._benchmark import (
     Accelerator,
@@ -43,7 +44,7 @@ from lightning_moe_ckpt.benchmarks._benchmark import (
     rounds_of,
     table_of,
 )
-from lightning_moe_ckpt.benchmarks._breakdown import EXCHANGES, PHASES, CostMeter, phases_of
+from lightning_moe_ckpt.benchmarks._breakdown import CostMeter
 from lightning_moe_ckpt.benchmarks._fits import (
     BenchModel,
     HandOver,
@@ -52,7 +53,6 @@ from lightning_moe_ckpt.benchmarks._fits import (
     TurnTaker,
     bench_folders,
     bench_trainer,
-    failure_of,
     lines_of,
     made_up_layout,
     own_memory,
@@ -106,6 +106,29 @@ before the kill: bytes saved per step by all ranks together, what the training t
 mean step with it
 restored after: from the SIGKILL until the state is there, with new processes but without imports; re-run: steps lost, and \
 done again; tokens lost: over all experts, for good, where restarts are not exact"""
+_OURS, _OF_LIGHTNING = "lightning_moe_ckpt.", "lightning.pytorch."
+PHASES = {
+    "process group": [f"{_OURS}strategy:MoEStrategy setup_distributed"],
+    "operators": [f"{_OURS}fit:FitSession __init__"],
+    "log": [f"{_OURS}recovery._opener:RunOpener _open_store _open_incarnation _list"],
+    "agreement": [f"{_OURS}coordination:Exchange gather gather_tensor broadcast"],
+    "discovery": [f"{_OURS}recovery._inventory:Reader __init__", f"{_OURS}recovery._attempt:RestoreAttempt marker"],
+    "bytes and digests": [f"{_OURS}recovery._transfer:Transfer fill"],
+    "plan": [f"{_OURS}snapshot:FileLayout __init__", f"{_OURS}planning:Planner settle"],
+    "load": [
+        *(f"{_OURS}recovery._replay:Replay load", f"{_OURS}benchmarks._variants:DcpCheckpoint on_fit_start"),
+        f"{_OF_LIGHTNING}trainer.connectors.checkpoint_connector:_CheckpointConnector _restore_modules_and_callbacks",
+    ],
+    "second look or load": [f"{_OURS}recovery._replay:Replay reconcile"],
+    "tiers": [f"{_OURS}session._opening _joined"],
+    "rings": [f"{_OURS}tiers:Rings make"],
+    "thaw": [f"{_OURS}snapshot:Constants settle", f"{_OURS}process:FrozenHeap sweep"],
+    "loaders": [f"{_OF_LIGHTNING}loops.fit_loop:_FitLoop setup_data"],
+    "rest of a restore": [f"{_OURS}session:CheckpointSession begin", f"{_OURS}fit._recorder:BoundaryRecorder resume"],
+}
+"""Functions by a restart's phase: owners, each with its functions' names."""
+EXCHANGES = "exchanges"
+"""Number of exchanges of values between ranks in a restart, beside its phases."""
 _LOSSES = {"process": "process", "node": "node", "cluster": "all nodes"}
 _CYCLES = 3
 """Checkpoints due before the kill: the newest may still be on its way."""
@@ -492,3 +515,16 @@ def _report(checkpoint: Callback | None) -> dict[str, Any]:
         return {"resumed_from": None, "restored_from": {}, "restore_seconds": None, "lost_tokens": 0}
     lost = checkpoint.report.lost
     return {**{name: getattr(checkpoint.report, name) for name in known}, "lost_tokens": lost.lost if lost else 0}
+
+
+def phases_of(columns: Mapping[str, Sequence[Mapping[str, float]]]) -> RenderableType:
+    """Return a table with seconds by phase, a column per system with every rank's."""
+    rows = [
+        [name, *(" / ".join(f"{1e3 * rank.get(name, 0.0):.1f}" for rank in ranks) for ranks in columns.values())]
+        for name in PHASES
+    ]
+    rows.append(
+        [EXCHANGES, *(" / ".join(f"{rank.get(EXCHANGES, 0):.0f}" for rank in ranks) for ranks in columns.values())]
+    )
+    note = "milliseconds of the training thread until the first step was done, by rank; waits for other ranks are in agreement"
+    return table_of("Phases of these restarts", ("", *columns), rows, note)
