@@ -164,7 +164,7 @@ class Exchange:
         return decode(head + rest.numpy().tobytes())
 
     def gather_values(self, value: object) -> list[object]:
-        """Return every rank's value, by rank; equal ones may be one object."""
+        """Return every rank's value, by rank; equal values may be the same object."""
         if self._group is None:
             return [value]
         payload = encode(value)
@@ -201,7 +201,7 @@ class Exchange:
         return [(ROUTE.unpack_from(row)[1], decode(row[ROUTE.size :])) for row in rows]
 
     def _take(self, exchange: Callable[[int, int, bytes], Steps[T]], said: bytes) -> T:
-        """Take this rank's steps of an exchange to which it brings `said`, and return the result."""
+        """Take this rank's steps of an exchange, to which `said` is brought, and return the result."""
         return _taken(exchange(self._place, len(self._ranks), said), self._ranks, self._group)
 
     def transfer(

@@ -346,7 +346,7 @@ class Reader:
 
 
 def _stored(item: Item) -> Holding:
-    """Return a copy in storage, whether or not it is there; its bytes are not known."""
+    """Return a copy in storage, whether or not the bytes are there."""
     return Holding(generation=item.version.generation, plan_hash=item.version.plan_hash, owner=item.owner, nbytes=0)
 
 

@@ -173,9 +173,7 @@ class RunOpener:
             self.store = RunStore.open(backend, resume=resume)
             return [self.store.run_id, self.store.memory_tag, self._list()]
 
-        opened = self._exchange.run_on_coordinator(open_run)
-        assert isinstance(opened, list)
-        run_id, self._tag, listed = opened
+        run_id, self._tag, listed = cast("list[Any]", self._exchange.run_on_coordinator(open_run))
         if not self._exchange.is_coordinator:
             self.store = RunStore.join(backend, run_id=run_id)
         return listed
@@ -194,9 +192,7 @@ class RunOpener:
             incarnation = self.store.open_incarnation(resumed, volatile=search.volatile, foreign=foreign)
             return [incarnation, self.store.nonce, self.store.memory_tag]
 
-        opened = self._exchange.run_on_coordinator(open_incarnation)
-        assert isinstance(opened, list)
-        incarnation, self._nonce, self._tag = opened
+        incarnation, self._nonce, self._tag = cast("list[Any]", self._exchange.run_on_coordinator(open_incarnation))
         self._incarnation = incarnation or 0
         return incarnation is not None
 
