@@ -47,6 +47,7 @@ from lightning_moe_ckpt.storage import (
     segment_key,
 )
 from lightning_moe_ckpt.storage._catalog import Contents, missing_objects, read_marker
+from lightning_moe_ckpt.storage._names import RECEIPTS
 from lightning_moe_ckpt.tiers import Holding, HostTier, is_differential, is_partial, shared_directory
 from lightning_moe_ckpt.tiers._shm import close_shared, memory_files, open_shared
 
@@ -441,6 +442,8 @@ class Flush:
                 if digest_of(data) != file.digest:
                     raise Corrupt(f"{copy.file} has other bytes of step {file.step} than its marker says.")
                 self._store.put_segment(generation, rank, file.step, data)
+        # Never a receipt of another marker, even if this process is killed now.
+        self._backend.delete(*(key for key in contents.sizes if f"/{RECEIPTS}{rank:05d}." in key))
         self._store.put_marker(marker)
         return marker
 

@@ -13,7 +13,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from lightning_moe_ckpt.errors import Corrupt, KeyMissing, NoUsableGeneration
@@ -79,16 +78,15 @@ class Contents:
 
 
 Catalog = Mapping[GenerationId, Contents]
-NOTHING_LISTED: Catalog = MappingProxyType({})
 
 _PAGE = 1000
 """Objects of a request; a run of few ranks has no more."""
 
 
-def read_catalog(backend: Backend, known: Catalog = NOTHING_LISTED) -> Catalog:
+def read_catalog(backend: Backend) -> Catalog:
     """List the generations, and whether they are committed, in a request for each at most; foreign names are ignored.
 
-    Objects of a large committed generation come from `known`, an earlier listing, or are listed on demand.
+    Objects of a large generation are listed on demand, anew for each catalog: files may have been lost.
     """
     catalog: dict[GenerationId, Contents] = {}
     after, is_end = "", False
@@ -101,8 +99,7 @@ def read_catalog(backend: Backend, known: Catalog = NOTHING_LISTED) -> Catalog:
             after = entry.key
         if not is_end and place is not None:  # go on behind the generation, of which the page has the first objects
             catalog[place[0]].backend, after = backend, max(after, f"{place[0].prefix}z")
-    large = (each for each in catalog.values() if each.backend is not None and each.committed)
-    return catalog | {each.generation: known.get(each.generation, each) for each in large}
+    return catalog
 
 
 def read_commit(backend: Backend, generation: GenerationId, run_id: str | None = None) -> Commit:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
@@ -23,7 +23,6 @@ from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import Corrupt, Fenced, KeyExists, KeyMissing, NoUsableGeneration, StorageError
 from lightning_moe_ckpt.storage._backend import Backend, create_once
 from lightning_moe_ckpt.storage._catalog import (
-    NOTHING_LISTED,
     Catalog,
     Contents,
     expect_folder,
@@ -43,6 +42,7 @@ from lightning_moe_ckpt.storage._names import (
     GenerationId,
     Receipt,
     commit_key,
+    marker_key,
     new_nonce,
     receipt_key,
     segment_key,
@@ -56,6 +56,8 @@ RANKS_PER_SECOND = 10_000
 """Most receipts per second that the coordinator lists while waiting: ten requests."""
 RECEIPTS_FROM = 64
 """Least number of ranks with receipts, each a request of the rank and a request less of the coordinator."""
+QUIET_SECONDS = 5.0
+"""Time without a new receipt before everything is listed, in case some rank stored none; then twice as long each time."""
 _REMEDY = "It is skipped; the next one must store itself what it cannot reference."
 
 
@@ -234,10 +236,14 @@ def await_markers(
     longest = max(LONGEST_PAUSE_SECONDS, own.world_size / RANKS_PER_SECOND)
     by_receipts = by_receipts and own.world_size >= RECEIPTS_FROM
     markers: dict[int, StoredMarker | str] = dict.fromkeys(range(own.world_size), "not all receipts are there yet")
+    there, quiet, look_at = 0, QUIET_SECONDS, time.monotonic() + QUIET_SECONDS
     while True:
         is_over = time.monotonic() >= give_up or cancelled()
-        # Files and markers are listed once, when the receipts are complete, or to say what is missing.
-        if is_over or not by_receipts or len(backend.list(own.generation.prefix + RECEIPTS)) >= own.world_size:
+        if by_receipts and (found := len(backend.list(own.generation.prefix + RECEIPTS))) > there:
+            there, look_at = found, time.monotonic() + quiet
+        # Files and markers are listed when receipts are complete or come no more, or to say what is missing.
+        if is_over or not by_receipts or there >= own.world_size or time.monotonic() >= look_at:
+            quiet, look_at = 2 * quiet, time.monotonic() + 2 * quiet
             contents = Contents(own.generation, backend)
             read = _reader(backend, contents, by_receipts=by_receipts)
             for rank in (rank for rank, taken in markers.items() if isinstance(taken, str)):
@@ -272,46 +278,49 @@ def _take(own: RankMarker, contents: Contents, read: Callable[[int], StoredMarke
     return stored
 
 
-def _reader(backend: Backend, contents: Contents, *, by_receipts: bool = True) -> Callable[[int], StoredMarker]:
+def _reader(backend: Backend, contents: Contents, *, by_receipts: bool) -> Callable[[int], StoredMarker]:
     """Return a reader of ranks' markers, which turns a receipt into a marker by an earlier marker of the same agreement."""
     receipts, alike = contents.receipts if by_receipts else {}, dict[str, RankMarker]()
 
     def read(rank: int) -> StoredMarker:
         receipt = receipts.get(rank)
-        if receipt is None or receipt.agreement not in alike:
-            stored = read_marker(backend, contents.generation, rank)
-            if receipt is not None and receipt == receipt_of(stored.marker, stored.digest):
-                alike[receipt.agreement] = stored.marker
-            return stored
-        marker = alike[receipt.agreement]
-        keys = {segment_key(contents.generation, rank, step): step for step in marker.steps}
-        files = [SegmentEntry(step=keys[key], key=key, nbytes=contents.sizes.get(key, 0), digest="") for key in keys]
-        if (nbytes := sum(file.nbytes for file in files)) != receipt.nbytes:
-            raise Corrupt(f"{nbytes} of {receipt.nbytes} bytes of its segments are there.")
-        return StoredMarker(replace(marker, rank=rank, segments=tuple(files)), receipt.digest)
+        nbytes = contents.sizes.get(marker_key(contents.generation, rank), 0)
+        if receipt is not None and (marker := alike.get(receipt.agreement)) is not None:
+            keys = ((step, segment_key(contents.generation, rank, step)) for step in marker.steps)
+            files = [SegmentEntry(step=at, key=key, nbytes=contents.sizes.get(key, 0), digest="") for at, key in keys]
+            if receipt.sizes == _sizes(nbytes, files):  # else the marker says what is missing
+                return StoredMarker(replace(marker, rank=rank, segments=tuple(files)), receipt.digest)
+        stored = read_marker(backend, contents.generation, rank)
+        if receipt is not None and receipt == receipt_of(stored.marker, stored.digest, nbytes):
+            alike[receipt.agreement] = stored.marker
+        return stored
 
     return read
 
 
-def receipt_of(marker: RankMarker, digest: str) -> Receipt:
-    """Return the receipt of a stored marker with this digest; markers of one agreement give one manifest."""
+def _sizes(nbytes: int, files: Iterable[SegmentEntry]) -> str:
+    return digest_of(" ".join(map(str, [nbytes, *(file.nbytes for file in files)])).encode())
+
+
+def receipt_of(marker: RankMarker, digest: str, nbytes: int) -> Receipt:
+    """Return the receipt of a stored marker with this digest and size; markers of one agreement give one manifest."""
     alike = Commit.of([StoredMarker(replace(marker, rank=0, world_size=1, unix_time=0, lineage=None), "")])
     agreement = replace(alike, world_size=marker.world_size, markers=(), nbytes=0)
-    return Receipt(marker.rank, digest, digest_of(agreement.to_bytes()), alike.nbytes)
+    return Receipt(marker.rank, digest, digest_of(agreement.to_bytes()), _sizes(nbytes, marker.segments))
 
 
 def put_receipt(backend: Backend, marker: RankMarker, parts: Sequence[bytes | memoryview]) -> None:
     """Store the receipt of a stored marker, `parts`, where there are many ranks."""
     if marker.world_size >= RECEIPTS_FROM:
-        backend.put(receipt_key(marker.generation, receipt_of(marker, digest_of(*parts))), b"")
+        backend.put(receipt_key(marker.generation, receipt_of(marker, digest_of(*parts), sum(map(len, parts)))), b"")
 
 
-def complete_markers(backend: Backend, run_id: str, contents: Contents) -> list[StoredMarker]:
+def complete_markers(backend: Backend, run_id: str, contents: Contents, *, by_receipts: bool) -> list[StoredMarker]:
     """Take all markers of a generation that its incarnation did not commit; the caller counts the ranks.
 
     Raises `Corrupt` for a marker of another run, a damaged one, or a missing file; `KeyMissing` for a deleted marker.
     """
-    stored = [*map(_reader(backend, contents), sorted(contents.ranks))]
+    stored = [*map(_reader(backend, contents, by_receipts=by_receipts), sorted(contents.ranks))]
     for marker in (each.marker for each in stored):
         if marker.run_id != run_id:
             raise Corrupt(f"rank {marker.rank} wrote it for run {marker.run_id}.")
@@ -320,25 +329,23 @@ def complete_markers(backend: Backend, run_id: str, contents: Contents) -> list[
     return stored
 
 
-def publish(
-    backend: Backend, stored: Sequence[StoredMarker], history: History, known: Catalog = NOTHING_LISTED
-) -> Commit:
+def publish(backend: Backend, stored: Sequence[StoredMarker], history: History) -> Commit:
     """Create the manifest for the markers of all ranks, unless the same manifest is there already.
 
-    The history decides whether referenced files may be used; `known` is an earlier listing. Raises `Corrupt` if a rank is
-    missing, ranks disagree, or a referenced file must not be used; `KeyExists` if another manifest has the name.
+    The history decides whether referenced files may be used. Raises `Corrupt` if a rank is missing, ranks disagree, or a
+    referenced file must not be used; `KeyExists` if another manifest has the name.
     """
     commit = Commit.of(stored)
-    expect_needs(backend, history, commit, known)
+    expect_needs(backend, history, commit)
     key = commit_key(commit.generation)
     if not create_once(backend, key, commit.to_bytes()):
         raise KeyExists(f"{key}: another manifest has this name. The generation is not ours to commit.")
     return commit
 
 
-def expect_needs(backend: Backend, history: History, commit: Commit, known: Catalog) -> None:
+def expect_needs(backend: Backend, history: History, commit: Commit) -> None:
     """Raise `Corrupt` unless all generations in `needs` are committed, whole and not given up; the manifest is not visible yet."""
-    catalog = read_catalog(backend, known) if commit.needs else {}
+    catalog = read_catalog(backend) if commit.needs else {}
     for need in commit.needs:
         if (dead := history.why_dead(need)) is not None:
             raise Corrupt(f"{commit.generation}: refers to {need}, which must not be used: {dead}. {_REMEDY}")

@@ -274,8 +274,9 @@ class Log:
         entry = _Entry(self._newest + 1, nonce, event, history)
         if not create_once(self._backend, log_key(entry.index), encode("log", _ENTRY.body(entry))):
             return False
+        is_void = is_compacted(self._backend, entry.index)  # if it fails, a later call finds a foreign entry
         self._newest, self._nonce = entry.index, nonce
-        return not self._backend.list(LOG_PREFIX, log_key(entry.index + KEPT_ENTRIES - 1), 1)
+        return not is_void
 
     def compact(self) -> None:
         """Delete entries of old events, once there are a thousand too many. Call after `append`."""
@@ -329,6 +330,11 @@ class Log:
     def _indices(self, after: str = "") -> list[int]:
         found = (parse_log_key(entry.key) for entry in self._backend.list(LOG_PREFIX, after))
         return sorted(index for index in found if index is not None)
+
+
+def is_compacted(backend: Backend, index: int) -> bool:
+    """Whether an entry is so old that a compaction may have deleted it."""
+    return bool(backend.list(LOG_PREFIX, log_key(index + KEPT_ENTRIES - 1), 1))
 
 
 def watermark_event(incarnation: int, step: int) -> dict[str, object]:

@@ -4,7 +4,7 @@
 _log/<n:020d>.json                                                      incarnations and watermark, dense
 snap/<step:012d>/i<incarnation:06d>-<nonce>/rank<r:05d>.<step:012d>.safetensors     one segment
 snap/<step:012d>/i<incarnation:06d>-<nonce>/rank<r:05d>.done                    that rank's marker over all its segments
-snap/<step:012d>/i<incarnation:06d>-<nonce>/done.rank<r:05d>.<digest>.<agreement>.<nbytes>   receipt of that marker, empty
+snap/<step:012d>/i<incarnation:06d>-<nonce>/done.rank<r:05d>.<digest>.<agreement>.<sizes>   receipt of that marker, empty
 snap/<step:012d>/i<incarnation:06d>-<nonce>/_COMMITTED                         the generation exists
 const/i<incarnation:06d>-<nonce>/<digest>.safetensors                           parameters that training does not change
 const/i<incarnation:06d>-<nonce>/<digest>.done                                  which they are, and in which of these files
@@ -37,7 +37,7 @@ _LOG = re.compile(r"_log/(00\d{18})\.json")
 _SNAP = re.compile(r"snap/(\d{12,18})/i(\d{6,18})-([0-9a-f]{12})/([^/]+)")
 _MARKER = re.compile(r"rank(\d{5,18})\.done")
 _DATA = re.compile(r"rank\d{5,18}\.(\d{12,18})\.safetensors")
-_RECEIPT = re.compile(r"done\.rank(\d{5,18})\.([0-9a-f]{32})\.([0-9a-f]{32})\.(\d{1,18})")
+_RECEIPT = re.compile(r"done\.rank(\d{5,18})\.([0-9a-f]{32})\.([0-9a-f]{32})\.([0-9a-f]{32})")
 _CONST = re.compile(r"const/i(\d{6,18})-([0-9a-f]{12})/([0-9a-f]{32})\.(done|safetensors)")
 _OURS = re.compile(
     r"_log(/00\d{18}\.json)?|snap(/\d{12,18}(/i\d{6,18}-[0-9a-f]{12}(/[^/]+)?)?)?|const(/i\d{6,18}-[0-9a-f]{12}(/[^/]+)?)?"
@@ -108,12 +108,12 @@ class Receipt(NamedTuple):
     """Digest of the marker's bytes."""
     agreement: str
     """Digest of the facts common to all markers of a manifest; see `receipt_of`."""
-    nbytes: int
-    """Bytes of the marker's own segments."""
+    sizes: str
+    """Digest of the sizes of the marker and its own segments."""
 
 
 def receipt_key(generation: GenerationId, receipt: Receipt) -> str:
-    return f"{generation.prefix}{RECEIPTS}{receipt.rank:05d}.{receipt.digest}.{receipt.agreement}.{receipt.nbytes}"
+    return f"{generation.prefix}{RECEIPTS}{receipt.rank:05d}.{receipt.digest}.{receipt.agreement}.{receipt.sizes}"
 
 
 def commit_key(generation: GenerationId) -> str:
@@ -155,7 +155,7 @@ def parse_data_name(name: str) -> int | None:
 def parse_receipt_name(name: str) -> Receipt | None:
     """Return the receipt spelled by a key's last part; `None` for any other object."""
     match = _RECEIPT.fullmatch(name)
-    return Receipt(int(match[1]), match[2], match[3], int(match[4])) if match else None
+    return Receipt(int(match[1]), match[2], match[3], match[4]) if match else None
 
 
 def parse_marker_name(name: str) -> int | None:

@@ -243,7 +243,7 @@ class RunStore:
         """
         coordination = self._coordinator()
         coordination.refresh()  # before the listing: a watermark moved afterwards makes `open_incarnation` refuse
-        coordination.catalog = read_catalog(self._backend, coordination.catalog)
+        coordination.catalog = read_catalog(self._backend)
         survey = Survey.take(self._backend, coordination.history, coordination.catalog)
         passed_over = [skipped for skipped in survey.passed_over if not skipped.may_be_restored]
         self.rejected = [(str(skipped.generation), skipped.reason) for skipped in passed_over]
@@ -361,7 +361,7 @@ class RunStore:
         coordination.catch_up()
         while not coordination.advance(None):
             coordination.catch_up()
-        return publish(self._backend, stored, coordination.history, coordination.catalog)
+        return publish(self._backend, stored, coordination.history)
 
     def commit_ended(self, own: RankMarker, *, timeout: timedelta, check: Callable[..., Sequence[str]]) -> Commit:
         """Commit a generation of an ended incarnation, like `commit`; `check` returns faults of all ranks' markers.
@@ -395,7 +395,7 @@ class RunStore:
         advanced = False
         while not advanced:  # again if `moe-ckpt gc` wrote to the log meanwhile
             coordination.catch_up()
-            catalog = coordination.catalog = read_catalog(self._backend, coordination.catalog)
+            catalog = coordination.catalog = read_catalog(self._backend)
             survey = Survey.take(self._backend, coordination.history, catalog)
             advanced = coordination.advance(survey.give_up(coordination.history, retention))
         doomed = doomed_generations(
@@ -432,7 +432,7 @@ class RunStore:
 
     def _promote(self, contents: Contents) -> bool:
         try:
-            stored = complete_markers(self._backend, self.run_id, contents)
+            stored = complete_markers(self._backend, self.run_id, contents, by_receipts=True)
             publish(self._backend, stored, self._coordinator().history)
         except (
             Corrupt,

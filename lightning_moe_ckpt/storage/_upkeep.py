@@ -286,7 +286,7 @@ def _manifests(
 def _manifest_of_markers(backend: Backend, contents: Contents) -> Commit:
     """Rebuild a manifest, which follows from the markers alone. Raises `Corrupt` or `KeyMissing` for bad markers."""
     first = read_marker(backend, contents.generation, 0).marker
-    return Commit.of(complete_markers(backend, first.run_id, contents))
+    return Commit.of(complete_markers(backend, first.run_id, contents, by_receipts=False))
 
 
 def _history_of(commits: Sequence[Commit], *, last_incarnation: int) -> History:

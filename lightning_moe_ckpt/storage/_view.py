@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from lightning_moe_ckpt.errors import CheckpointError, Corrupt
+from lightning_moe_ckpt.errors import CheckpointError, Corrupt, KeyMissing
 from lightning_moe_ckpt.storage._backend import Backend
 from lightning_moe_ckpt.storage._catalog import (
     Contents,
@@ -20,7 +20,7 @@ from lightning_moe_ckpt.storage._catalog import (
     read_committed_marker,
 )
 from lightning_moe_ckpt.storage._commit import read_run
-from lightning_moe_ckpt.storage._log import KEPT_ENTRIES, History, Log, read_entry
+from lightning_moe_ckpt.storage._log import KEPT_ENTRIES, History, Log, is_compacted, read_entry
 from lightning_moe_ckpt.storage._markers import Commit, RankMarker
 from lightning_moe_ckpt.storage._names import LOG_PREFIX, GenerationId, log_key, parse_log_key
 from lightning_moe_ckpt.storage._retention import needed_by, spare_for, what_lacks
@@ -152,7 +152,8 @@ class RunView:
             try:
                 read_entry(self._backend.get(key), index)
             except CheckpointError as error:
-                damage.append(str(error))
+                if not (isinstance(error, KeyMissing) and is_compacted(self._backend, index)):
+                    damage.append(str(error))
         return damage
 
     def read_marker(self, commit: Commit, rank: int) -> RankMarker:

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from launcher import exit_after
 
 from lightning_moe_ckpt.cli import main
 from lightning_moe_ckpt.errors import StorageRefused
-from lightning_moe_ckpt.storage import GenerationId, PosixBackend, RankMarker, RunStore, RunView
+from lightning_moe_ckpt.storage import GenerationId, PosixBackend, RankMarker, RunStore, RunView, _commit, _run_store
 from lightning_moe_ckpt.tiers import SegmentRing, shared_name
 from lightning_moe_ckpt.tiers._shm import MemoryKind
 from recovery._world import Node, World
@@ -219,6 +220,31 @@ def test_a_start_that_comes_meanwhile_wins(make_left: MakeLeft, monkeypatch: pyt
     status, said = left.flush(A)
     assert (status, left.newest.step) == (2, 1)
     assert "a later start of this job" in said
+
+
+def test_a_flush_that_is_killed_behind_a_marker_leaves_no_receipt_of_the_one_before(
+    make_left: MakeLeft, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks had stored the same step, and a file was lost: what is written again is what the next start reads."""
+    monkeypatch.setattr(_commit, "RECEIPTS_FROM", 1)
+    left = make_left(A, A)
+    for rank in range(2):
+        left.holds(A, rank, 2)
+        marker, (data,) = left.world.part(2, rank, window=1)
+        left.world.store.put_segment(marker.generation, rank, 2, memoryview(data))
+        # A size more or less is noticed anyway.
+        left.world.store.put_marker(replace(marker, unix_time=marker.unix_time + rank))
+    left.world.backend.delete(marker.segments[0].key)
+
+    def killed(*_: object) -> None:
+        raise StorageRefused("killed")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(_run_store, "put_receipt", killed)
+        left.flush(A)
+    store = RunStore.open(left.world.backend, resume="must")
+    assert [each.step for each in store.promote()] == [2]
+    assert left.newest.step == 2
 
 
 def test_a_start_that_has_looked_already_looks_again(make_left: MakeLeft) -> None:

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from stored._crashes import Crashed, CrashingBackend, When
 from stored._lives import LIFE, named
 
-from lightning_moe_ckpt.errors import Corrupt, Fenced
-from lightning_moe_ckpt.storage import Backend, FsspecBackend, GenerationId, RunView, _log, _view
+from lightning_moe_ckpt.errors import Corrupt, Fenced, StorageError
+from lightning_moe_ckpt.storage import Backend, Entry, FsspecBackend, GenerationId, RunView, _log, _view
 from lightning_moe_ckpt.storage._json import encode
 from lightning_moe_ckpt.storage._log import HISTORY
 from lightning_moe_ckpt.storage._retention import advanced_history
@@ -258,6 +258,43 @@ def test_a_writer_that_slept_through_a_compaction_is_fenced(backend: Backend, sh
     fresh.read()
     fresh.compact()
     assert not backend.list(log_key(1))
+
+
+def test_a_failed_look_behind_an_entry_is_made_up_for(
+    backend: Backend, short: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the entry counts is unknown then. The writer finds it later, like one of `moe-ckpt gc`."""
+    log, histories = _filled(backend, 5)
+    advanced = histories[-1].advanced(99)
+
+    def fail(*_: object) -> list[Entry]:
+        raise StorageError("The listing failed.")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(backend, "list", fail)
+        with pytest.raises(StorageError):
+            log.append(EVENT, advanced)
+    assert log.news(histories[-1]) == advanced
+    assert log.append(EVENT, advanced.advanced(100))
+
+
+@pytest.mark.parametrize("lost", [(), (4,)])
+def test_a_look_at_the_log_during_a_compaction(
+    backend: Backend, short: int, lost: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the listed entries the older ones go, and more have come; an entry among the newest that is gone is damage."""
+    log, histories = _filled(backend, 5)
+    get = backend.get
+
+    def get_later(key: str) -> bytes:
+        monkeypatch.setattr(backend, "get", get)
+        for _ in range(2):
+            assert log.append(EVENT, histories[-1])
+        backend.delete(*map(log_key, [*range(4), *lost]))
+        return get(key)
+
+    monkeypatch.setattr(backend, "get", get_later)
+    assert len(RunView(backend, histories[-1]).log_damage()) == len(lost)
 
 
 def test_the_fence_is_seen_across_a_block_of_keys(backend: Backend) -> None:

@@ -5,15 +5,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 
 from benchmarks.ranks import growth_of
-from benchmarks.ranks_store import Client, ManyRanks, figures
+from benchmarks.ranks_store import Bucket, Client, ManyRanks, figures
 from lightning_moe_ckpt.errors import Corrupt, StorageError
-from lightning_moe_ckpt.storage import RankMarker, RunStore, RunView, _commit
+from lightning_moe_ckpt.storage import RankMarker, ReferencedEntry, Retention, RunStore, RunView, _catalog, _commit
+from lightning_moe_ckpt.storage._upkeep import repair_log
 
 NOW = timedelta()
 
@@ -29,8 +31,8 @@ def test_ten_thousand_ranks_commit_within_seconds() -> None:
     # Twice the receipts, once everything, the log, one marker, the manifest.
     assert committed.requests <= 2 * 11 + 31 + 10
     assert committed.requests * 0.02 + pause < 5
-    # Everything once, three manifests, the log; three kinds of 30,001 objects in thousands.
-    assert retained.requests <= 31 + 20 + 31
+    # Three generations once, their manifests, the log; three kinds of 30,001 objects in thousands.
+    assert retained.requests <= 3 * 31 + 20 + 31
     assert {step for step, _ in _stored(job)} == {20, 30}
     before = job.first.requests.total()
     job.store = RunStore.open(job.first, resume="auto")
@@ -112,7 +114,7 @@ def test_a_receipt_without_marker_or_file_is_not_enough(job: ManyRanks) -> None:
     """The listing has to show both."""
     own = _write(job, 10)
     prefix = own.generation.prefix
-    for key, said in (("rank00002.done", "no marker"), ("rank00003.000000000010.safetensors", "bytes of its segments")):
+    for key, said in (("rank00002.done", "no marker"), ("rank00003.000000000010.safetensors", "1 objects are missing")):
         data = job.bucket.objects[prefix + key]
         job.bucket.delete(prefix + key)
         with pytest.raises(StorageError, match=f"rank {key[8]}: .*{said}"):
@@ -143,3 +145,122 @@ def test_a_marker_that_was_spoilt_behind_its_receipt_costs_one_generation(job: M
     with pytest.raises(Corrupt):
         job.store.read_marker(commit, 2)
     assert job.store.read_marker(job.store.candidates()[1], 2).rank == 2
+
+
+def test_a_marker_of_another_size_than_its_receipt_says_is_read(job: ManyRanks) -> None:
+    """It was damaged, or written again by a process that was killed before the receipt."""
+    own = _write(job, 10)
+    key = f"{own.generation.prefix}rank00002.done"
+    good = job.bucket.objects[key]
+    job.bucket.put(key, b"rubbish")
+    with pytest.raises(StorageError, match=r"rank 2: .*rank00002"):
+        job.store.commit(own, timeout=NOW)
+    assert RunStore.open(job.first, resume="auto").promote() == []
+    marker = RankMarker.from_bytes(good, key)
+    job.bucket.put(key, b"".join(replace(marker, unix_time=99).parts()))
+    commit = job.store.commit(own, timeout=NOW)
+    assert job.store.read_marker(commit, 2).unix_time == 99
+
+
+def test_files_of_the_right_size_together_are_not_enough(job: ManyRanks) -> None:
+    """Each counts."""
+    own = _write(job, 10)
+    for segment, more in zip(job.write(10, 3, job.first).segments, (1, -1), strict=True):
+        job.bucket.put(segment.key, bytes(segment.nbytes + more))
+    with pytest.raises(StorageError, match="rank 3: 2 objects are missing or of another size"):
+        job.store.commit(own, timeout=NOW)
+
+
+def test_a_repair_reads_every_marker(job: ManyRanks) -> None:
+    """Also one that has kept its size."""
+    for step in (10, 20):
+        job.store.commit(_write(job, step), timeout=NOW)
+    prefix = job.store.name(20).prefix
+    key = f"{prefix}rank00002.done"
+    job.bucket.put(key, job.bucket.objects[key].replace(b'"plan"', b'"plam"'))
+    job.bucket.put(f"{prefix}_COMMITTED", b"rubbish")
+    for entry in job.first.list("_log/"):
+        job.bucket.delete(entry.key)
+    assert [each.step for each in repair_log(job.first, dry_run=False).usable] == [10]
+
+
+def test_a_missing_receipt_does_not_cost_the_time_out(job: ManyRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once no more have come for a while, the listing of everything decides; it is rare while a rank is late."""
+    monkeypatch.setattr(_commit, "QUIET_SECONDS", 0.05)
+    own = _write(job, 10)
+    job.bucket.delete(_receipts(job)[2])
+    assert job.store.commit(own, timeout=timedelta(minutes=9), cancelled=_polled_at_most(12)).generation.step == 10
+    own = _write(job, 20)
+    job.bucket.delete(f"{own.generation.prefix}rank00002.done")
+    job.bucket.delete(next(each for each in _receipts(job) if "20/" in each and "rank00002" in each))
+    looks = job.first.requests["get"]
+    with pytest.raises(AssertionError, match="polled too often"):
+        job.store.commit(own, timeout=timedelta(minutes=9), cancelled=_polled_at_most(10))
+    assert job.first.requests["get"] - looks < 10 + 4, "one for the fence at each look, and the marker"
+
+
+def _polled_at_most(times: int) -> Callable[[], bool]:
+    polls = iter(range(times))
+
+    def cancelled() -> bool:
+        assert next(polls, None) is not None, "polled too often"
+        return False
+
+    return cancelled
+
+
+@pytest.fixture
+def paged(job: ManyRanks, monkeypatch: pytest.MonkeyPatch) -> ManyRanks:
+    """Generations of more than a page."""
+    monkeypatch.setattr(_catalog, "_PAGE", 4)
+    return job
+
+
+def _save(job: ManyRanks, step: int) -> None:
+    job.store.commit(_write(job, step), timeout=NOW)
+
+
+def _committed(job: ManyRanks) -> list[int]:
+    return [int(key.split("/")[1]) for key in job.bucket.keys if key.endswith("/_COMMITTED")]
+
+
+def test_a_generation_that_was_listed_before_its_commit_stays(paged: ManyRanks) -> None:
+    """Other ranks are ahead of the coordinator: they store the next generation while it deletes."""
+    for step in (10, 20, 30, 40, 50):
+        _save(paged, step)
+        for rank in (1, 2, 3):
+            paged.write(step + 10, rank, paged.first)
+        paged.store.retain(Retention(last=3))
+        assert _committed(paged) == [each for each in (10, 20, 30, 40, 50) if step - 30 < each <= step]
+
+
+def test_a_file_lost_between_two_commits_is_noticed(paged: ManyRanks) -> None:
+    """A generation without it is none of the last that stay."""
+    for step in (10, 20, 30):
+        _save(paged, step)
+        assert paged.store.retain(Retention(last=3)) == []
+    for step in (20, 30):
+        paged.bucket.delete(paged.write(step, 3, Client(Bucket())).segments[0].key)
+    _save(paged, 40)
+    assert paged.store.retain(Retention(last=3)) == []
+    assert _committed(paged) == [10, 20, 30, 40]
+
+
+def test_a_file_lost_from_a_generation_that_is_needed_is_noticed(paged: ManyRanks) -> None:
+    """Before the commit that refers to it."""
+    _save(paged, 10)
+    paged.store.retain(Retention(last=3))
+    older = paged.store.name(10)
+    held = [
+        ReferencedEntry(generation=older, segment=paged.write(10, rank, Client(Bucket())).segments[-1])
+        for rank in range(4)
+    ]
+    markers = list[RankMarker]()
+    for rank, each in enumerate(held):
+        marker = replace(paged.write(20, rank, Client(paged.bucket)), referenced=(each,))
+        paged.bucket.delete(next(key for key in _receipts(paged) if f"20/{older.directory}/done.rank0000{rank}" in key))
+        paged.store.put_marker(marker)
+        markers.append(marker)
+    paged.bucket.delete(held[3].segment.key)
+    with pytest.raises(Corrupt, match="parts of which are gone"):
+        paged.store.commit(markers[0], timeout=NOW)
