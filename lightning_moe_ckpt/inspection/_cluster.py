@@ -1,4 +1,4 @@
-"""Examine the nodes of a job before it trains: every rank runs this, and rank 0 shows a row per node.
+"""Examine a job's nodes before it trains: every rank runs this, and rank 0 shows a row per node.
 
 Ranks talk through the launcher's store, so no rank waits for another in a collective, and a silent one is named. Every wait has a
 limit. The first rank of each node listens where gloo would, and calls the nodes 1, 2, 4, ... places after it.
@@ -40,9 +40,9 @@ from lightning_moe_ckpt.storage import Backend
 from lightning_moe_ckpt.tiers import shared_directory, this_domain
 
 _PEER_SECONDS, _MEASURE_SECONDS, _CLOCK_SECONDS = 3.0, 0.5, 5.0
-"""Limit for an answer of another node, time of a bandwidth's measurement, and most difference of two clocks."""
+"""Limit for another node's answer, time to measure a bandwidth, and most difference between two clocks."""
 _SLOW, _OTHER_FILES, _RANK_FILES = 0.3, 256, 8
-"""Slow node's share of the median bandwidth; descriptors of a training's rank, and for each other rank in process groups."""
+"""Slow node's share of the median bandwidth; a training rank's descriptors, and for each other rank in process groups."""
 _NUMBER = struct.Struct("d")
 _FOUND = ("node", "name", "rank", "domain", "files", "free", "faults", "versions", "address", "interface")
 _UNTRIED: Row = {"calls": {}, "rate": None, "ahead": 0.0, "storage": None}  # `calls`: an error or "", by node
@@ -53,7 +53,7 @@ _NO_RANK = """This process is no rank of a job: {} in its environment. Every ran
 
 
 class JobRank(NamedTuple):
-    """This process among the ranks of its job; rank 0 is at `host`."""
+    """This process among its job's ranks; rank 0 is at `host`."""
 
     host: str
     rank: int
@@ -134,7 +134,7 @@ class _Board:
 
 
 def examine_cluster(storage: Callable[[], Backend] | None, plan: Path | None, seconds: float) -> Answer:
-    """Examine the nodes of this job; called by all ranks. Only rank 0 has tables, and all ranks its status.
+    """Examine this job's nodes; called by all ranks. Only rank 0 has tables, and all ranks its status.
 
     `storage` opens the place for checkpoints, `plan` is what `moe-ckpt plan --json` writes. All ranks have `seconds` to come, and all nodes
     again to try. Raises `CheckpointError` without rank 0, and `ConfigurationError` without a job.
@@ -199,7 +199,7 @@ def _found_here(place: JobRank, needed: int) -> Row:
 
 
 def _tried(at: int, nodes: Sequence[Row], storage: Callable[[], Backend] | None, key: str) -> Row:
-    """Return the findings of a node's first rank together with other nodes."""
+    """Return the findings when a node's first rank calls other nodes."""
     found = nodes[at]
     for power in range((len(nodes) - 1).bit_length()):
         node = nodes[(at + 2**power) % len(nodes)]
