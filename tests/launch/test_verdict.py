@@ -112,6 +112,11 @@ def test_a_supervisor_that_has_ended_is_told_nothing() -> None:
 def test_an_endpoint_has_a_host_without_a_port_too(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """This node's address is the one towards it."""
     asked: list[str] = []
-    monkeypatch.setattr(run_command, "address_towards", lambda host: (asked.append(host), ("", ""))[1])
+
+    def towards(host: str) -> tuple[str, str]:
+        asked.append(host)
+        return "", ""
+
+    monkeypatch.setattr(run_command, "address_towards", towards)
     run_command._own_address(cast(Any, SimpleNamespace(rdzv_endpoint=endpoint, local_addr=None)))
     assert asked == ["fe80::7" if "[" in endpoint else "node7"]
