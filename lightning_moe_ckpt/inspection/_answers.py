@@ -152,10 +152,8 @@ def ls_tables(view: RunView, rows: Sequence[Row]) -> list[RenderableType]:
     history = view.history
     state = "its log cannot be read"
     if history is not None:
-        named = f" and {len(history.kept)} older" if history.kept else ""
-        state = (
-            f"newest incarnation {history.last_incarnation}, keeps what is at or after step {history.watermark}{named}"
-        )
+        state = f"newest incarnation {history.last_incarnation}, keeps what is at or after step {history.watermark}"
+        state += f" and {len(history.kept)} older" * bool(history.kept)
     said = f"{view.url}\nrun {view.run_id or '?'}: {num_usable} of {len(rows)} generations usable\n{state}"
     return [said, table] if rows else [said, "nothing is stored yet"]
 

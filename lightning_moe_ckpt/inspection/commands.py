@@ -300,28 +300,26 @@ def report(backend: Backend, *, out: Path, force: bool) -> Answer:
 
 def doctor(*, url: str | None, as_json: bool, storage_option: Sequence[tuple[str, object]], **job: Any) -> int:
     """Show the compiled parts in use, whether checkpoints are safe at a URL, or the nodes of this rank's job."""
-    if job.pop("cluster"):
-        first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
-        return cluster(place=url, options=dict(storage_option), as_json=as_json and first, **job)
-    if url is None:
-        findings = examine()
-        rows = {"findings": [dataclasses.asdict(finding) for finding in findings]}
-        return _show(Answer(rows, lambda: [_states(findings)]), as_json=as_json)
+    place, options, cluster = {"url": url} if url else {}, dict(storage_option), job.pop("cluster")
     try:
+        if cluster:
+            as_json &= os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+            opens = functools.partial(open_backend, url or "", storage_options=options, patience=job["wait"] / 2)
+            answer = examine_cluster(opens if url else None, job["plan"], job["wait"].total_seconds())
+            return _show(answer, as_json=as_json)
+        if job["plan"] is not None:
+            raise ConfigurationError("`--plan` is compared with the nodes of a job: add `--cluster`, or leave it out.")
+        if url is None:
+            findings = examine()
+            rows = {"findings": [dataclasses.asdict(finding) for finding in findings]}
+            return _show(Answer(rows, lambda: [_states(findings)]), as_json=as_json)
         with _interrupted_by_sigterm():
-            found = examine_url(url, storage_options=dict(storage_option), progress=_show_progress)
+            found = examine_url(url, storage_options=options, progress=_show_progress)
     except CheckpointError as error:
-        return _fail(url, error, {"url": url}, as_json=as_json)
+        return _fail("doctor --cluster" if cluster else url or "doctor", error, place, as_json=as_json)
     document: dict[str, Any] = {**dataclasses.asdict(found), "verdict": found.verdict, "meaning": found.meaning}
     status = 0 if found.verdict == "fenced" else 1
     return _show(Answer(document, lambda: [_states(found.checks), found.meaning], status), as_json=as_json)
-
-
-@_of_run
-def cluster(*, place: str | None, options: dict[str, object], plan: Path | None, wait: timedelta) -> Answer:
-    """Examine the nodes of a job."""
-    storage = None if place is None else lambda: open_backend(place, storage_options=options, patience=wait / 2)
-    return examine_cluster(storage, plan, wait.total_seconds())
 
 
 def _show_progress(check: str) -> None:
@@ -352,9 +350,7 @@ def _tag_of(url: str, storage_options: Mapping[str, object]) -> str:
     with contextlib.closing(open_backend(url, storage_options=storage_options, patience=_PATIENCE)) as backend:
         history = RunView.open(backend).history
         if history is None:
-            raise NoUsableGeneration(
-                f"{backend.url}: its log cannot be read, and names of its memory follow from that."
-            )
+            raise NoUsableGeneration(f"{backend.url}: its log cannot be read, and names of its memory follow from it.")
         return memory_tag(history.key, backend.url)
 
 
@@ -404,12 +400,8 @@ def placement(*, nodes: int, ranks_per_node: int, replicas: int, most: int, **cl
     """Show every rank's holders on a cluster, and the chance to survive up to `most` losses at once."""
     placed, groups = _placed(nodes=nodes, ranks_per_node=ranks_per_node, replicas=replicas, **cluster)
     survivals, facts = _survivals(placed, most), _facts(placed, groups)
-    document = {
-        "replicas": replicas,
-        **facts,
-        "survival": [dataclasses.asdict(survival) for survival in survivals],
-        "holders": placed.holders,
-    }
+    survival = [dataclasses.asdict(each) for each in survivals]
+    document = {"replicas": replicas, **facts, "survival": survival, "holders": placed.holders}
     copies = "1 copy" if replicas == 1 else f"{replicas} copies"
     heading = f"{copies} of each rank's state, on {nodes} nodes of {ranks_per_node} ranks"
     closing = (

@@ -215,7 +215,8 @@ class Supervised:
     def end_job(self, why: str) -> None:
         """Let the supervisors end the job, unless a failure ends this incarnation; `why` is a predicate about this rank."""
         if not self.failed:
-            self._connection.sendall(encode({"over": why}))
+            with suppress(OSError):  # it has ended itself
+                self._connection.sendall(encode({"over": why}))
 
     def leaves(self, memory: str, url: str, storage_options: Mapping[str, Any] | None) -> None:
         """Let the supervisor store what the run at `url` has in files that begin with `memory`, if the job ends in failure."""

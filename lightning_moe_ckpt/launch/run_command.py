@@ -24,6 +24,7 @@ from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters, RendezvousTimeoutError, registry
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, parse_args
 
@@ -220,7 +221,7 @@ def _supervisor(arguments: list[str], options: SupervisorOptions, *, limited: bo
 
 def _own_address(config: LaunchConfig) -> dict[str, Any]:
     """Return torch's settings for this node's address, and whether nodes meet here where its host name does not say so."""
-    host = config.rdzv_endpoint.rpartition(":")[0].strip("[]")
+    host = parse_rendezvous_endpoint(config.rdzv_endpoint, default_port=0)[0]
     own, interface = address_towards(host)
     found = {"local_addr": own, "is_host": own == socket.gethostbyname(host)} if interface else {}
     return found | ({"local_addr": config.local_addr} if config.local_addr else {})

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import resource
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -14,11 +15,11 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from door import free_port
-from launcher import run_world
+from launcher import exit_after, run_world
 from torch.distributed import DistError
 
 from apart._cluster import Cluster, Node, needs_namespaces
@@ -137,21 +138,125 @@ def test_a_rank_that_says_nothing_is_named_in_time(silent: str) -> None:
         status, out, err = doctor("--wait", "1s", "--json")
         return 1 if rank == 2 else status, out, err
 
-    began = time.monotonic()
-    assert "no answer in time from ranks 2: see whether they run" in faults(run_world(3, work, process_group=False))[""]
+    began, said = time.monotonic(), run_world(3, work, process_group=False)
+    place = "" if silent == "absent" else "2"
+    assert faults(said) == {place: "no answer in time from ranks 2: see whether they run"}
+    good = {row["name"][0]: row["good"] for row in json.loads(said[0][1])["nodes"]}
+    assert good == {"0": True, "1": True} | ({} if silent == "absent" else {"2": False})
     assert time.monotonic() < began + 10
 
 
-@pytest.mark.parametrize("variables", [{}, {"RANK": "0"}, {"RANK": "x", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}])
-def test_without_a_job_it_says_how_it_is_run(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_node_that_dies_or_stops_is_the_bad_one(tmp_path: Path, number: signal.Signals) -> None:
+    """It has a row, and those that do not reach it are good."""
+    over = tmp_path / "over"
+
+    def hurt(*_: object) -> NoReturn:
+        os.kill(os.getpid(), number)
+        raise DistError("gone")
+
+    def work(rank: int) -> Said:
+        os.environ.update({"GROUP_RANK": str(rank), "LOCAL_RANK": "0", "MOE_CKPT_NODE": f"machine{rank}"})
+        vars(_cluster)["_PEER_SECONDS"] = 1.0
+        if rank == 1 and not (child := os.fork()):
+            vars(_cluster)["_tried"] = hurt
+            exit_after(lambda: doctor("--wait", "3s"))
+        if rank != 1:
+            said = doctor("--wait", "3s", "--json")
+            over.touch()
+            return said
+        os.waitpid(child, os.WUNTRACED)
+        while number == signal.SIGSTOP and not over.exists():
+            time.sleep(0.1)
+        if number == signal.SIGSTOP:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        return 1, "", ""
+
+    said = run_world(3, work, process_group=False)
+    found = faults(said)
+    assert set(found) == {"1"}
+    assert "no answer in time from ranks 1: see whether they run is not reached from nodes 0 (" in found["1"]
+    assert [row["good"] for row in json.loads(said[0][1])["nodes"]] == [True, False, True]
+
+
+def test_a_call_that_others_can_make_is_the_callers_fault() -> None:
+    """Else it is the called node's; rates of nodes without any count nowhere."""
+    each = {
+        "versions": {},
+        "faults": [],
+        "files": 1,
+        "free": 1,
+        "ahead": 0.0,
+        "storage": None,
+        "address": "",
+        "interface": "",
+    }
+    ranks = [
+        {**each, "node": n, "name": f"{n}", "rank": n, "domain": f"{n}", "calls": {}, "rate": None} for n in range(4)
+    ]
+    tried = [
+        ranks[0] | {"calls": {"1": "", "2": ""}, "rate": 1e9},
+        ranks[1] | {"calls": {"2": "a: cut", "3": "b: cut"}},
+        ranks[2] | {"calls": {"3": "b: cut", "0": ""}},
+    ]
+    answer = _cluster._judged(ranks, tried, [3], 1.0)
+    assert [(found["node"], found["fault"]) for found in answer.document["faults"]] == [
+        ("3", "no answer in time from ranks 3: see whether they run"),
+        ("1", "does not reach node 2 at a: cut"),
+        ("3", "is not reached from nodes 1, 2 at b: cut"),
+    ]
+    assert [row["good"] for row in answer.document["nodes"]] == [True, False, True, False]
+
+
+def test_an_interface_that_is_not_there_is_named() -> None:
+    """Also on one node, which nobody calls, and without the advice to name one."""
+
+    def before(rank: int) -> None:
+        if rank == 1:
+            os.environ["GLOO_SOCKET_IFNAME"] = "nosuch0"
+
+    found = faults(three("--json", before=before))
+    assert set(found) == {"1"}
+    assert found["1"].startswith("GLOO_SOCKET_IFNAME is nosuch0, which has no IPv4 address here")
+    assert "(set GLOO_SOCKET_IFNAME there)" not in found["1"]
+
+
+PLACE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "GROUP_RANK": "0", "LOCAL_RANK": "0"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "lack"),
+    [
+        ({}, "there is no 'MASTER_ADDR'"),
+        ({"RANK": "0"}, "there is no 'MASTER_ADDR'"),
+        ({"SLURM_PROCID": "0"}, "there is no 'SLURM_JOB_ID'"),
+        ({**PLACE, "RANK": "x", "WORLD_SIZE": "1"}, "invalid literal for int() with base 10: 'x'"),
+        ({**PLACE, "RANK": "0", "WORLD_SIZE": "0"}, "RANK is 0 and WORLD_SIZE 0"),
+        ({**PLACE, "RANK": "1", "WORLD_SIZE": "1"}, "RANK is 1 and WORLD_SIZE 1"),
+        ({**PLACE, "RANK": "-1", "WORLD_SIZE": "1"}, "RANK is -1 and WORLD_SIZE 1"),
+    ],
+)
+def test_without_a_job_it_says_how_it_is_run(
+    variables: dict[str, str], lack: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With status 2, and as a document where one was asked for."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID"):
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "GROUP_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "SLURM_PROCID",
+        "SLURM_JOB_ID",
+    ):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     status, out, err = doctor("--json")
     assert status == 2
-    assert "This process is no rank of a job: " in err
+    assert f"This process is no rank of a job: {lack} in its environment. " in err
     assert "srun moe-ckpt doctor --cluster" in err
     if variables.get("RANK", "0") == "0":
         assert json.loads(out)["error"]["message"].startswith("This process is no rank of a job: ")
@@ -173,7 +278,11 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, monkeypatch: pytest.M
     for name in ("plan", "none"):
         status, _, err = doctor("--plan", str(tmp_path / name))
         assert status == 2
+        assert err.startswith("moe-ckpt doctor --cluster: ")
         assert "is not what `moe-ckpt plan --json` writes" in err
+    with redirect_stderr(io.StringIO()) as told:
+        assert main(["doctor", "--plan", str(tmp_path / "plan")]) == 2
+    assert "add `--cluster`, or leave it out" in told.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -227,7 +336,7 @@ def test_nodes_that_are_really_apart_are_told_apart_and_reach_each_other(tmp_pat
         assert [code for code, _ in cut] == [1, 1, 2], cut
         assert time.monotonic() < began + 15
         assert "no answer in time from ranks 2: see whether they run" in cut[0][1]
-        assert "rank 2 on node 2 (node2) has no answer of rank 0 at 10.77.0.1:29500" in cut[2][1]
+        assert "rank 2 on node 2 (node2) has no answer of the store at 10.77.0.1:29500" in cut[2][1]
 
 
 @needs_namespaces

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import signal
+import socket
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.launch import run_command
 from lightning_moe_ckpt.launch._job_log import FailureRate, Judge, Sequel, describe_exit
+from lightning_moe_ckpt.launch._supervised import Supervised, encode
 
 KILLED, ERROR = -signal.SIGKILL, 1
 
@@ -90,3 +95,28 @@ def test_an_end_is_described_in_words() -> None:
     assert describe_exit(3) == "left with status 3"
     assert describe_exit(-9) == "was killed by SIGKILL"
     assert describe_exit(-40) == "was killed by signal 40"
+
+
+def test_a_supervisor_that_has_ended_is_told_nothing() -> None:
+    """A rank that finds a later start says that, whether or not its supervisor is still there."""
+    own, supervisor = socket.socketpair()
+    rank: Any = SimpleNamespace(failed=False, _connection=own)
+    with own:
+        with supervisor:
+            Supervised.end_job(rank, "is first")
+            assert supervisor.recv(100) == encode({"over": "is first"})
+        Supervised.end_job(rank, "is second")
+
+
+@pytest.mark.parametrize("endpoint", ["node7", "node7:29400", "[fe80::7]:29400", "[fe80::7]"])
+def test_an_endpoint_has_a_host_without_a_port_too(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This node's address is the one towards it."""
+    asked: list[str] = []
+
+    def towards(host: str) -> tuple[str, str]:
+        asked.append(host)
+        return "", ""
+
+    monkeypatch.setattr(run_command, "address_towards", towards)
+    run_command._own_address(cast(Any, SimpleNamespace(rdzv_endpoint=endpoint, local_addr=None)))
+    assert asked == ["fe80::7" if "[" in endpoint else "node7"]
