@@ -14,18 +14,16 @@ from __future__ import annotations
 
 import os
 import re
-import struct
+import threading
 import time
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -36,20 +34,30 @@ from lightning_moe_ckpt import errors
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 from lightning_moe_ckpt.journal import decode, encode
-from lightning_moe_ckpt.parallel import MESH_RANKS, ParallelGroups, tree
+from lightning_moe_ckpt.parallel import (
+    MESH_RANKS,
+    ROUTE,
+    ParallelGroups,
+    Steps,
+    begin,
+    packed,
+    routing,
+    spreading,
+    summing,
+    uniting,
+)
 
 log = rank_logger(__name__)
 
 T = TypeVar("T")
-Steps = Generator[tuple[int, bytes | None], bytes, T]
-"""Steps of an exchange on one rank: yields a peer with a message, or with `None`, and is then sent the peer's message."""
-
-ROUTE = struct.Struct("<qq")
-"""Receiver and sender of a routed value, by their places."""
 _HEAD_NBYTES = 2**11
 """Bytes of a value that travel with its size."""
 _MAX_VALUE_NBYTES = 2**30
 """Most bytes of a value between ranks, such as a manifest, a memory inventory or a message."""
+_TOO_LARGE = b"?"
+"""Stands for a value over that; no encoded one is so short."""
+_TAKING = threading.Lock()
+"""Held in an exchange along the tree: messages of two would be mixed up."""
 
 _PROC = Path("/proc")
 _STATE, _STARTED = 0, 19
@@ -152,7 +160,7 @@ class Exchange:
             return value
         payload = encode(value) if self.is_coordinator else b""
         if self._is_sparse:
-            return decode(self._take(spreading, payload))
+            return _decoded(self._take(spreading, _limited(payload)))
         first = _headed(payload)
         dist.broadcast(first, src=self._ranks[0], group=self._group)
         head, nbytes = _opened(first)
@@ -169,9 +177,9 @@ class Exchange:
             return [value]
         payload = encode(value)
         if self._is_sparse:
-            said, places = self._take(uniting, payload), torch.zeros(self.world_size, dtype=torch.int64)
+            said, places = self._take(uniting, _limited(payload)), torch.zeros(self.world_size, dtype=torch.int64)
+            values = list(map(_decoded, said))
             places[self._place] = said.index(payload)
-            values = list(map(decode, said))
             return [values[place] for place in self.sum(places).tolist()]
         found = [_opened(row) for row in self.gather_tensor(_headed(payload))]
         if (most := max(nbytes for _, nbytes in found)) > _HEAD_NBYTES:
@@ -183,7 +191,7 @@ class Exchange:
         """Return all ranks' values, rank 0's first and possibly each once; the same list on all ranks."""
         if not self._is_sparse:
             return self.gather_values(value)
-        return list(map(decode, self._take(uniting, encode(value))))
+        return list(map(_decoded, self._take(uniting, _limited(encode(value)))))
 
     def sum(self, own: Tensor) -> Tensor:
         """Return the sum of every rank's integers, int64 of one shape."""
@@ -197,8 +205,11 @@ class Exchange:
         if not self._is_sparse:
             said = cast("list[list[list[Any]]]", self.gather_values([[to, value] for to, value in messages]))
             return [(sender, value) for sender, row in enumerate(said) for to, value in row if to == self.rank]
-        rows = self._take(routing, packed([ROUTE.pack(to, self.rank) + encode(value) for to, value in messages]))
-        return [(ROUTE.unpack_from(row)[1], decode(row[ROUTE.size :])) for row in rows]
+        brought = packed([ROUTE.pack(to, self.rank) + encode(value) for to, value in messages])
+        if _limited(brought) is _TOO_LARGE:
+            brought = packed([ROUTE.pack(to, self.rank) + _TOO_LARGE for to in range(self.world_size)])
+        rows = self._take(routing, brought)
+        return [(ROUTE.unpack_from(row)[1], _decoded(row[ROUTE.size :])) for row in rows]
 
     def _take(self, exchange: Callable[[int, int, bytes], Steps[T]], said: bytes) -> T:
         """Take this rank's steps of an exchange, to which `said` is brought, and return the result."""
@@ -210,8 +221,8 @@ class Exchange:
         """Begin to send bytes to ranks and to receive bytes from them; not collective, see `recovery.Transport`."""
         incoming = [(torch.frombuffer(view, dtype=torch.uint8), source) for source, view in receives]
         outgoing = [(torch.frombuffer(_writable(view), dtype=torch.uint8), to) for to, view in sends]
-        under_way = [dist.irecv(tensor, src=source, group=self._group) for tensor, source in incoming]
-        under_way += [dist.isend(tensor, dst=to, group=self._group) for tensor, to in outgoing]
+        under_way = [_begin(dist.irecv, tensor, source, self._group) for tensor, source in incoming]
+        under_way += [_begin(dist.isend, tensor, to, self._group) for tensor, to in outgoing]
 
         def wait() -> None:
             for work in under_way:
@@ -240,83 +251,20 @@ class Exchange:
 def _taken(steps: Steps[T], ranks: Sequence[int], group: dist.ProcessGroup | None) -> T:
     """Take an exchange's steps; its peers are places in `ranks`. Return the result."""
     sent, message = list[Sent](), cast("Any", None)
-    while True:
-        try:
+    if not _TAKING.acquire(blocking=False):
+        raise RuntimeError("two threads exchange values with other ranks at once. Leave that to the training thread.")
+    try:
+        while True:
             peer, payload = steps.send(message)
-        except StopIteration as end:
-            _wait(sent)
-            return cast("T", end.value)
-        message = _receive(ranks[peer], group) if payload is None else None
-        sent += [] if payload is None else _send(payload, ranks[peer], group)
-
-
-def spreading(rank: int, size: int, payload: bytes) -> Steps[bytes]:
-    """Return rank 0's payload on all ranks."""
-    parent, children = tree(rank, size)
-    if rank:
-        payload = yield parent, None
-    for child in children[::-1]:  # those with most ranks below first
-        yield child, payload
-    return payload
-
-
-def uniting(rank: int, size: int, payload: bytes) -> Steps[list[bytes]]:
-    """Return each payload of some rank once, in the order of ranks."""
-    parent, children = tree(rank, size)
-    said = {payload: None}
-    for child in children:
-        said |= dict.fromkeys(unpacked((yield child, None)))
-    if rank:
-        yield parent, packed(said)
-    return unpacked((yield from spreading(rank, size, packed(said))))
-
-
-def summing(rank: int, size: int, payload: bytes) -> Steps[bytes]:
-    """Return the sum of all ranks' payloads, int64."""
-    parent, children = tree(rank, size)
-    total = np.frombuffer(payload, np.int64)
-    for child in children:
-        total = total + np.frombuffer((yield child, None), np.int64)
-    if rank:
-        yield parent, total.tobytes()
-    return (yield from spreading(rank, size, total.tobytes()))
-
-
-def routing(rank: int, size: int, messages: bytes) -> Steps[list[bytes]]:
-    """Send packed rows, each behind its receiver and sender; return this rank's, in the order of senders."""
-
-    def below(top: int, rows: Sequence[tuple[int, bytes]]) -> list[bytes]:
-        return [row for to, row in rows if top <= to < top + (top & -top or size)]
-
-    def addressed(message: bytes) -> list[tuple[int, bytes]]:
-        return [(ROUTE.unpack_from(row)[0], row) for row in unpacked(message)]
-
-    parent, children = tree(rank, size)
-    held = addressed(messages)
-    for child in children:
-        held += addressed((yield child, None))
-    if rank:
-        here = set(below(rank, held))
-        yield parent, packed([row for _, row in held if row not in here])
-        held += addressed((yield parent, None))
-    for child in children[::-1]:
-        yield child, packed(below(child, held))
-    return sorted((row for to, row in held if to == rank), key=lambda row: ROUTE.unpack_from(row)[1])
-
-
-def packed(rows: Collection[bytes]) -> bytes:
-    """Return rows as one message: their number and sizes, then all bytes."""
-    return b"".join([np.array([len(rows), *map(len, rows)], np.int64).tobytes(), *rows])
-
-
-def unpacked(message: bytes) -> list[bytes]:
-    """Invert `packed`."""
-    number = int.from_bytes(message[:8], "little")
-    begin = 8 * (number + 1)
-    return [
-        message[i:j]
-        for i, j in pairwise([begin, *(begin + np.cumsum(np.frombuffer(message, np.int64, number, 8))).tolist()])
-    ]
+            message = (
+                _receive(ranks[peer], group, len(ranks) + 1) if payload is None else None
+            )  # one for what packs them
+            sent += [] if payload is None else _send(payload, ranks[peer], group)
+    except StopIteration as end:
+        _wait(sent)
+        return cast("T", end.value)
+    finally:
+        _TAKING.release()
 
 
 class _RefusedExchange(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves these untyped
@@ -367,11 +315,24 @@ def _opened(message: Tensor) -> tuple[bytes, int]:
     return said[8 : 8 + min(nbytes, _HEAD_NBYTES)], nbytes
 
 
-def expected_nbytes(nbytes: int) -> int:
-    """Check the size that a rank announces, before memory is made for it. Raises `CheckpointError` if out of range."""
-    if not 0 <= nbytes <= _MAX_VALUE_NBYTES:
+def expected_nbytes(nbytes: int, values: int = 1) -> int:
+    """Check the size that a rank announces for values, before memory is made. Raises `CheckpointError` if out of range."""
+    if not 0 <= nbytes <= _MAX_VALUE_NBYTES * values:
         raise CheckpointError(f"a rank announces a value of {nbytes} bytes. Start all ranks with one release.")
     return nbytes
+
+
+def _limited(payload: bytes) -> bytes:
+    """Return a rank's bytes for others, or what tells all that they are too many."""
+    return payload if len(payload) <= _MAX_VALUE_NBYTES else _TOO_LARGE
+
+
+def _decoded(payload: bytes) -> Any:
+    if payload == _TOO_LARGE:
+        raise CheckpointError(
+            f"a rank has a value of more than {_MAX_VALUE_NBYTES} bytes. Start all ranks with one release."
+        )
+    return decode(payload)
 
 
 def _writable(view: memoryview) -> memoryview | bytearray:
@@ -504,7 +465,7 @@ Sent = tuple["dist.Work | None", Tensor]
 def _send(payload: bytes, peer: int, group: dist.ProcessGroup | None) -> list[Sent]:
     """Begin to send bytes, behind their number."""
     said = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    return [(dist.isend(each, peer, group), each) for each in (torch.tensor([said.nbytes]), said)]
+    return [(_begin(dist.isend, each, peer, group), each) for each in (torch.tensor([said.nbytes]), said)]
 
 
 def _wait(sent: Sequence[Sent]) -> None:
@@ -513,12 +474,19 @@ def _wait(sent: Sequence[Sent]) -> None:
             work.wait()
 
 
-def _receive(peer: int, group: dist.ProcessGroup | None) -> bytes:
+def _receive(peer: int, group: dist.ProcessGroup | None, values: int = 1) -> bytes:
+    """Return bytes that a peer sends, no more than so many values have."""
     nbytes = torch.zeros(1, dtype=torch.int64)
-    dist.recv(nbytes, peer, group)
-    payload = torch.empty(expected_nbytes(int(nbytes)), dtype=torch.uint8)
+    _wait([(_begin(dist.irecv, nbytes, peer, group), nbytes)])
+    payload = torch.empty(expected_nbytes(int(nbytes), values), dtype=torch.uint8)
     dist.recv(payload, peer, group)
     return payload.numpy().tobytes()
+
+
+def _begin(
+    operate: Callable[..., dist.Work | None], tensor: Tensor, peer: int, group: dist.ProcessGroup | None
+) -> dist.Work | None:
+    return begin(partial(operate, tensor, peer, group), peer, group)
 
 
 def own_versions() -> dict[str, str]:

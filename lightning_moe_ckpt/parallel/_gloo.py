@@ -22,7 +22,9 @@ group is to wait for its operations.
 
 `abort` does not shut listening sockets down: gloo ends the process when one of its own fails. Control groups of many ranks
 connect most pairs on first use (`MESH_RANKS`), so their sockets stay open. Of these later connections `abort` shuts down those
-that peers opened; the peers' own `abort` ends the others. Linux only: elsewhere sockets stay open, and gloo's time-outs remain.
+that peers opened; the peers' own `abort` ends the others. The first operation of a pair begins in a thread of its own (`begin`),
+which is left when it is still there after `abort`: it waits for the peer. Linux only: elsewhere sockets stay open, and gloo's
+time-outs remain.
 
 Source: gloo/transport/tcp, `Pair` and `Listener`, as of torch 2.13.
 """
@@ -46,13 +48,18 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch.distributed as dist
 from typing_extensions import Self
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.launch._network import choose_interface, is_connected, limit_silence, tcp_sockets
+
+T = TypeVar("T")
+
+MESH_RANKS = 8
+"""Most ranks in a control group with all pairs connected; larger groups connect along a tree."""
 
 _DESCRIPTORS = Path("/proc/self/fd")
 _AGAIN_SECONDS = 0.005
@@ -85,7 +92,9 @@ class GroupAbort:
 
     def __init__(self, world_size: int) -> None:
         self._world_size, self._lock = world_size, threading.Lock()
-        self._left: list[dist.Work] = []
+        self._left: list[Callable[[], bool]] = []
+        self.begun = set[tuple[str, int]]()
+        """Groups with peers that are connected in them."""
         self._aborted_at = float("inf")
         self._before: set[int] = set()
         self._made: set[int] = set()
@@ -132,14 +141,15 @@ class GroupAbort:
         """Keep the groups of abandoned operations until these return, or the process ends. Call before `groups` are destroyed."""
         if self._left:
             _kept.append((self._left, list(groups)))
-        _kept[:] = [each for each in _kept if not all(work.is_completed() for work in each[0])]
+        _kept[:] = [each for each in _kept if not all(has_returned() for has_returned in each[0])]
 
-    def leave(self, work: dist.Work) -> bool:
-        """Return whether to abandon an operation, and note it: it has not returned within `_LEAVE_SECONDS` after the abort."""
-        late = time.monotonic() - self._aborted_at > _LEAVE_SECONDS
-        if late:
-            self._left.append(work)
-        return late
+    def outlast(self, turn: Callable[[], T | None], has_returned: Callable[[], bool]) -> T:
+        """Wait in turns for an operation's result. Abandon and note it if it has not returned `_LEAVE_SECONDS` after the abort."""
+        while (result := turn()) is None:
+            if time.monotonic() - self._aborted_at > _LEAVE_SECONDS:
+                self._left.append(has_returned)
+                raise RuntimeError("gloo/transport: an operation was aborted, and has not returned")
+        return result
 
     def _knock(self) -> None:
         """Connect to groups under way in the place of every peer, send a peer's number, and leave."""
@@ -157,8 +167,8 @@ class GroupAbort:
 
 
 _native_wait = dist.Work.wait
-_kept: list[tuple[list[dist.Work], list[dist.ProcessGroup | None]]] = []
-"""Abandoned operations, and the groups to which one of them may belong."""
+_kept: list[tuple[list[Callable[[], bool]], list[dist.ProcessGroup | None]]] = []
+"""Whether abandoned operations have returned, and the groups to which one of them may belong."""
 
 
 def _wait(work: dist.Work, timeout: timedelta | None = None) -> bool:
@@ -167,15 +177,20 @@ def _wait(work: dist.Work, timeout: timedelta | None = None) -> bool:
     limited = timeout is not None and timeout < _FOR_EVER
     if abort is None or limited or not dist.is_initialized() or dist.get_backend() != "gloo":
         return _native_wait(work) if timeout is None else _native_wait(work, timeout)
-    wait: Callable[[dist.Work], bool | None] = _wait_for_turn
-    if work._get_op_type() in _POINT_TO_POINT:  # type: ignore[attr-defined]  # noqa: SLF001  # torch has no public way
-        waiting: Future[bool] = Future()
-        native = _native_wait if timeout is None else partial(_native_wait, timeout=timeout)
-        threading.Thread(target=_wait_beside, args=(native, work, waiting), name="moe-ckpt-wait", daemon=True).start()
-        wait = partial(_turn_of, waiting)
-    while (result := wait(work)) is None:
-        if abort.leave(work):
-            raise RuntimeError("gloo/transport: an operation was aborted, and has not returned")
+    if work._get_op_type() not in _POINT_TO_POINT:  # type: ignore[attr-defined]  # noqa: SLF001  # torch has no public way
+        return abort.outlast(partial(_wait_for_turn, work), work.is_completed)
+    waiting = _beside(partial(_native_wait, work) if timeout is None else partial(_native_wait, work, timeout))
+    return abort.outlast(partial(_turn_of, waiting), work.is_completed)
+
+
+def begin(operate: Callable[[], T], peer: int, group: dist.ProcessGroup | None) -> T:
+    """Begin an operation with a peer. In a group of many ranks the first one connects: wait for that until the groups are aborted."""
+    abort = GroupAbort._newest  # noqa: SLF001  # of this module
+    if abort is None or group is None or group.size() <= MESH_RANKS or (group.group_name, peer) in abort.begun:
+        return operate()
+    begun = _beside(operate)
+    result = abort.outlast(partial(_turn_of, begun), begun.done)
+    abort.begun.add((group.group_name, peer))
     return result
 
 
@@ -188,16 +203,23 @@ def _wait_for_turn(work: dist.Work) -> bool | None:
     return None
 
 
-def _turn_of(waiting: Future[bool], work: dist.Work) -> bool | None:
+def _turn_of(waiting: Future[T]) -> T | None:
     done, _ = concurrent.futures.wait([waiting], _TURN.total_seconds())
     return waiting.result() if done else None
 
 
-def _wait_beside(wait: Callable[[dist.Work], bool], work: dist.Work, waiting: Future[bool]) -> None:
-    try:
-        waiting.set_result(wait(work))
-    except BaseException as error:  # noqa: BLE001  # the entry of a thread: who waits raises it
-        waiting.set_exception(error)
+def _beside(act: Callable[[], T]) -> Future[T]:
+    """Begin to act in another thread."""
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(act())
+        except BaseException as error:  # noqa: BLE001  # the entry of a thread: who waits raises it
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="moe-ckpt-wait", daemon=True).start()
+    return result
 
 
 @atexit.register

@@ -17,23 +17,26 @@ random word, so that an answer is never that of an earlier incarnation.
 from __future__ import annotations
 
 import os
+import struct
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Literal
+from functools import partial
+from itertools import pairwise
+from typing import Literal, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # exported at run time only
 
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
-from lightning_moe_ckpt.parallel._gloo import closed_listeners
+from lightning_moe_ckpt.parallel._gloo import MESH_RANKS, begin, closed_listeners
 
-MESH_RANKS = 8
-"""Most ranks in a control group with all pairs connected; larger groups connect along a tree."""
+T = TypeVar("T")
 
 GroupName = Literal[
     "world",
@@ -162,6 +165,82 @@ def tree(rank: int, size: int) -> tuple[int, list[int]]:
     return rank & (rank - 1), [rank + 2**power for power in range((span - 1).bit_length()) if rank + 2**power < size]
 
 
+Steps = Generator[tuple[int, bytes | None], bytes, T]
+"""Steps of an exchange on one rank: yields a peer with a message, or with `None`, and is then sent the peer's message."""
+
+ROUTE = struct.Struct("<qq")
+"""Receiver and sender of a routed value, by their places."""
+
+
+def spreading(rank: int, size: int, payload: bytes) -> Steps[bytes]:
+    """Return rank 0's payload on all ranks."""
+    parent, children = tree(rank, size)
+    if rank:
+        payload = yield parent, None
+    for child in children[::-1]:  # those with most ranks below first
+        yield child, payload
+    return payload
+
+
+def uniting(rank: int, size: int, payload: bytes) -> Steps[list[bytes]]:
+    """Return each payload of some rank once, in the order of ranks."""
+    parent, children = tree(rank, size)
+    said = {payload: None}
+    for child in children:
+        said |= dict.fromkeys(unpacked((yield child, None)))
+    if rank:
+        yield parent, packed(said)
+    return unpacked((yield from spreading(rank, size, packed(said))))
+
+
+def summing(rank: int, size: int, payload: bytes) -> Steps[bytes]:
+    """Return the sum of all ranks' payloads, int64."""
+    parent, children = tree(rank, size)
+    total = np.frombuffer(payload, np.int64)
+    for child in children:
+        total = total + np.frombuffer((yield child, None), np.int64)
+    if rank:
+        yield parent, total.tobytes()
+    return (yield from spreading(rank, size, total.tobytes()))
+
+
+def routing(rank: int, size: int, messages: bytes) -> Steps[list[bytes]]:
+    """Send packed rows, each behind its receiver and sender; return this rank's, in the order of senders."""
+
+    def below(top: int, rows: Sequence[tuple[int, bytes]]) -> list[bytes]:
+        return [row for to, row in rows if top <= to < top + (top & -top or size)]
+
+    def addressed(message: bytes) -> list[tuple[int, bytes]]:
+        return [(ROUTE.unpack_from(row)[0], row) for row in unpacked(message)]
+
+    parent, children = tree(rank, size)
+    held = addressed(messages)
+    for child in children:
+        held += addressed((yield child, None))
+    if rank:
+        here = set(below(rank, held))
+        yield parent, packed([row for _, row in held if row not in here])
+        held += addressed((yield parent, None))
+    for child in children[::-1]:
+        yield child, packed(below(child, held))
+    return sorted((row for to, row in held if to == rank), key=lambda row: ROUTE.unpack_from(row)[1])
+
+
+def packed(rows: Collection[bytes]) -> bytes:
+    """Return rows as one message: their number and sizes, then all bytes."""
+    return b"".join([np.array([len(rows), *map(len, rows)], np.int64).tobytes(), *rows])
+
+
+def unpacked(message: bytes) -> list[bytes]:
+    """Invert `packed`."""
+    number = int.from_bytes(message[:8], "little")
+    begin = 8 * (number + 1)
+    return [
+        message[i:j]
+        for i, j in pairwise([begin, *(begin + np.cumsum(np.frombuffer(message, np.int64, number, 8))).tolist()])
+    ]
+
+
 _current = ParallelGroups()
 
 
@@ -274,7 +353,7 @@ class _Maker:
             # at once: a rank out of reach is noticed here, and `GroupAbort` and the limit of silence know the connections
             parent, children = tree(place := ranks.index(self._placed.rank), len(ranks))
             for peer in [parent, *children][not place :] if len(ranks) > MESH_RANKS and name != "replicate" else ():
-                sent = dist.isend(torch.zeros(1), ranks[peer], group)
+                sent = begin(partial(dist.isend, torch.zeros(1), ranks[peer], group), ranks[peer], group)
                 dist.recv(torch.zeros(1), ranks[peer], group)
                 assert sent is not None
                 sent.wait()

@@ -23,6 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,7 @@ from lightning_moe_ckpt._units import rate_text
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.native import measure_bandwidth
+from lightning_moe_ckpt.parallel import begin
 from lightning_moe_ckpt.storage import GenerationId
 from lightning_moe_ckpt.tiers._delta_plan import Run
 from lightning_moe_ckpt.tiers._holders import ReplicaPlacement
@@ -126,8 +128,11 @@ def _wire_rate(group: dist.ProcessGroup, placement: ReplicaPlacement, rank: int)
         payload = torch.zeros(nbytes, dtype=torch.uint8)
         received = [torch.empty_like(payload) for _ in owners]
         began = time.perf_counter()
-        works = [group.send([payload], holder, _PROBE_TAG) for holder in holders]
-        works += [group.recv([each], owner, _PROBE_TAG) for each, owner in zip(received, owners, strict=True)]
+        works = [begin(partial(group.send, [payload], peer, _PROBE_TAG), peer, group) for peer in holders]
+        works += [
+            begin(partial(group.recv, [each], peer, _PROBE_TAG), peer, group)
+            for each, peer in zip(received, owners, strict=True)
+        ]
         for work in works:
             work.wait()
         seconds = time.perf_counter() - began

@@ -39,6 +39,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
+from functools import partial
 from itertools import chain, repeat
 
 import numpy as np
@@ -47,6 +48,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt
+from lightning_moe_ckpt.parallel import begin
 from lightning_moe_ckpt.storage import GenerationId
 
 _MAGIC = 0x4D6F45_0006
@@ -221,7 +223,7 @@ class Wire:
     def _operate(self, tensor: Tensor, tag: int, *, receive: bool) -> dist.Work:
         operate = self._group.recv if receive else self._group.send
         try:
-            work: dist.Work = operate([tensor], self.peer, tag)
+            work: dist.Work = begin(partial(operate, [tensor], self.peer, tag), self.peer, self._group)
         except RuntimeError as error:
             raise self._lost(error) from error
         return work

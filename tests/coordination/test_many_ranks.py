@@ -7,6 +7,9 @@ import os
 import statistics
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from typing import Literal
 
@@ -17,6 +20,7 @@ from launcher import run_world
 
 from lightning_moe_ckpt import coordination
 from lightning_moe_ckpt.coordination import Exchange
+from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.parallel import GroupAbort, ParallelGroups, _gloo, _groups, build_groups
 
 LIMIT = timedelta(seconds=60)
@@ -34,7 +38,7 @@ def descriptors() -> int:
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks are many: ranks are forked, and see this."""
-    for module in (_groups, coordination):
+    for module in (_gloo, _groups, coordination):
         monkeypatch.setattr(module, "MESH_RANKS", 1)
 
 
@@ -115,6 +119,81 @@ def test_ranks_that_wait_in_a_tree_can_be_aborted() -> None:
         return time.monotonic() - began
 
     assert max(run_world(4, work, timeout=timedelta(seconds=30))) < 5
+
+
+@pytest.mark.usefixtures("few")
+def test_an_abort_ends_waiting_for_a_rank_that_never_connects() -> None:
+    """Its process is stopped: whoever opens the connection. Each waits for each, so one of two listens for the other."""
+
+    def work(rank: int) -> float:
+        with GroupAbort(8) as abort:
+            groups = build_groups(1, LIMIT)
+        exchange, peer = Exchange(groups), rank ^ 3  # no neighbours in the tree
+        exchange.all_agree(True)
+        began = time.monotonic()
+        for turn in range(2):  # one side of a pair, then the other: the first that is there waits for the second
+            if (rank > peer) == turn:
+                timer = threading.Timer(0.3, abort.abort)
+                timer.start()
+                with suppress(RuntimeError):  # in the wait, if the peer's kernel has answered for it
+                    exchange.transfer([], [(peer, memoryview(bytearray(1)))])()
+                    raise AssertionError("nothing was sent")
+                timer.join()
+                break
+            time.sleep(2.0)
+        taken = time.monotonic() - began
+        abort.close(groups.groups.values())
+        return taken
+
+    assert max(run_world(8, work, timeout=timedelta(seconds=30))) < 6
+
+
+@pytest.mark.usefixtures("few")
+def test_a_value_may_have_the_limit_and_too_large_a_one_is_refused_on_all_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The limit is each rank's: all values travel together."""
+    monkeypatch.setattr(coordination, "_MAX_VALUE_NBYTES", 2**12)
+
+    def work(rank: int) -> None:
+        exchange = Exchange(build_groups(1, LIMIT))
+        values = [bytes([each]) * 1900 for each in range(exchange.world_size)]  # twice that, encoded
+        assert exchange.gather_values(values[rank]) == values
+        assert exchange.gather_distinct(values[rank]) == values
+        assert exchange.route([(0, values[rank])]) == [*enumerate(values)][: None if rank == 0 else 0]
+        large = bytes(3000 if rank == 4 else 1)
+        refused: list[Callable[[], object]] = [
+            lambda: exchange.gather_values(large),
+            lambda: exchange.gather_distinct(large),
+            lambda: exchange.route([(0, large)]),
+            lambda: exchange.broadcast(bytes(3000)),
+        ]
+        for exchanged in refused:
+            with pytest.raises(CheckpointError, match="more than 4096 bytes"):
+                exchanged()
+        assert exchange.gather([rank]) == [[each] for each in range(exchange.world_size)]
+
+    run_world(6, work)
+
+
+@pytest.mark.usefixtures("few")
+def test_a_second_thread_is_refused() -> None:
+    """Messages of two exchanges would be mixed up, and gloo ends the process."""
+
+    def work(rank: int) -> None:
+        exchange, other = Exchange(build_groups(1, LIMIT)), ThreadPoolExecutor(1)
+        if rank == 0:
+            first = other.submit(exchange.gather_values, rank)
+            time.sleep(0.3)
+            with pytest.raises(RuntimeError, match="two threads"):
+                exchange.gather_values(rank)
+            assert first.result() == [0, 1]
+        else:
+            time.sleep(1.0)
+            exchange.gather_values(rank)
+        assert exchange.all_agree(True)
+
+    run_world(2, work)
 
 
 @pytest.mark.soak
