@@ -37,6 +37,7 @@ from benchmarks import native
 from benchmarks.documents import write_document
 from benchmarks.native_goals import CopyScale, DeviceCopies, judge
 from benchmarks.native_kernels import Kernels
+from benchmarks.recovery import Precision, RecoveryFit, RecoveryLoss, RecoverySystem
 from lightning_moe_ckpt.benchmarks import _overhead
 from lightning_moe_ckpt.benchmarks._benchmark import (
     Accelerator,
@@ -46,7 +47,6 @@ from lightning_moe_ckpt.benchmarks._benchmark import (
     show_table,
 )
 from lightning_moe_ckpt.benchmarks._fits import ModelSize, bench_folders, one_thread
-from lightning_moe_ckpt.benchmarks._recovery import Precision, RecoveryFit, RecoveryLoss, RecoverySystem
 from lightning_moe_ckpt.cli import BENCH
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 from lightning_moe_ckpt.native import _choice, _library, examine

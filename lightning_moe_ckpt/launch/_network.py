@@ -67,7 +67,7 @@ def address_towards(host: str) -> tuple[str, str]:
     The second value is an interface, if the way to `host` has to decide because the host name leads nowhere; else empty.
     """
     with suppress(OSError):
-        own = str(socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0])
+        own = str(socket.getaddrinfo(socket.gethostname().encode(), None, type=socket.SOCK_STREAM)[0][4][0])
         if not own.startswith("127.") and own != "::1":
             return own, ""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

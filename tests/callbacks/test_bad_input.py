@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -34,7 +33,7 @@ from lightning_moe_ckpt.inspection import verify
 from lightning_moe_ckpt.moe import MoELayer
 from lightning_moe_ckpt.recovery import RestoreSource
 from lightning_moe_ckpt.snapshot import _lay_out
-from lightning_moe_ckpt.storage import Retention, _segment, open_backend
+from lightning_moe_ckpt.storage import Retention, SegmentLayout, _segment, open_backend
 from lightning_moe_ckpt.strategy import MoEStrategy
 from lightning_moe_ckpt.tiers import _shm
 
@@ -493,7 +492,7 @@ def test_records_that_differ_on_one_rank_stop_all_of_them(tmp_path: Path) -> Non
     def checkpoint(rank: int) -> DenseCheckpoint:
         if rank == 1:  # in a process of its own
             check = RestoreSource.check_layouts
-            other: Any = SimpleNamespace(names=[], kinds=[], nbytes=0, header=b"")
+            other = SegmentLayout([], metadata={})
             RestoreSource.check_layouts = lambda found, _: check(found, [other] * len(found.steps))  # type: ignore[assignment, method-assign]
         return DenseCheckpoint(url)
 

@@ -18,6 +18,7 @@ from door import Inventory, Item, Log, Reader, await_markers, publish
 
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Fenced
 from lightning_moe_ckpt.recovery import Version
+from lightning_moe_ckpt.recovery._inventory import Request
 from lightning_moe_ckpt.storage import (
     Commit,
     GenerationId,
@@ -150,7 +151,7 @@ class World:
             item = Item(version, 0, copy.file)
             (entry,) = reader.marker(item).segments
             out = bytearray(entry.nbytes)
-            reader.read_into(item, entry.key, 0, memoryview(out))
+            reader.read(Request(copy, 0, entry, 0, entry.nbytes, 0), memoryview(out))
             assert digest_of(bytes(out)) == entry.digest
             past = out.decode()
         self._expect_own_past(place, version.generation, past)
