@@ -101,16 +101,16 @@ class CheckpointSession:
                 if replay is None:
                     self.repeats.go_on(self._take_up(found, layout, outcome), job.groups, job.engine)
                 else:
-                    load_found(found, replay, job.view.operators)
-                    self.repeats.begin(replay, self._take_up(found, layout, outcome))
-                    start = self._restored(found, replay, started)
+                    start = self._load(found, layout, replay, started)
                 found.segments.clear()  # the replay has them, and lets go of each once it is settled
         if start is None:
             self._heap.sweep()
         self._durations.start = time.perf_counter() - started
         return start
 
-    def _restored(self, found: RestoreSource, replay: Replay, started: float) -> Journal:
+    def _load(self, found: RestoreSource, layout: WindowLayout, replay: Replay, started: float) -> Journal:
+        load_found(found, replay, self.job.view.operators)
+        self.repeats.begin(replay, self._take_up(found, layout, replay.journals[0]["outcome"]))
         self._durations.restore = time.perf_counter() - started
         log.info(
             "resumes from %s, plan %s, at step %d in %.2f s; dense after %d replayed steps",

@@ -282,7 +282,7 @@ class Log:
         """Delete entries of old events, once there are a thousand too many. Call after `append`."""
         first = self._newest + 1 - KEPT_ENTRIES
         if first - self._oldest >= KEPT_ENTRIES and self._read_entry(self._newest) is not None:
-            self._backend.delete(*map(log_key, range(self._oldest, first)))
+            self._backend.delete(*(log_key(index) for index in self._indices() if index < first))  # gaps may be vast
             self._oldest = first
 
     def news(self, own: History) -> History | None:

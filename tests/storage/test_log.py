@@ -221,7 +221,7 @@ def test_a_compaction_that_dies_anywhere_loses_nothing(backend: Backend, short: 
             again.compact()
         assert len(backend.list("_log/")) < 2 * short
         crash_at += 1
-    assert len(dying.calls) == 1 + short, "reads the newest entry, and deletes"
+    assert len(dying.calls) == 2 + short, "reads the newest entry, lists, and deletes"
 
 
 @given(st.sets(st.integers(0, 6)))
