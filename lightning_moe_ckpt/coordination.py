@@ -256,9 +256,8 @@ def _taken(steps: Steps[T], ranks: Sequence[int], group: dist.ProcessGroup | Non
     try:
         while True:
             peer, payload = steps.send(message)
-            message = (
-                _receive(ranks[peer], group, len(ranks) + 1) if payload is None else None
-            )  # one for what packs them
+            # All ranks' values may come in one message, and what packs them takes less than another.
+            message = _receive(ranks[peer], group, len(ranks) + 1) if payload is None else None
             sent += [] if payload is None else _send(payload, ranks[peer], group)
     except StopIteration as end:
         _wait(sent)

@@ -195,10 +195,8 @@ def _own_names() -> dict[type, frozenset[str]]:
 
 def _not_users(owner: object) -> frozenset[str]:
     """Return names that belong to the library. A module's `training` is the user's: frozen norms are set to `eval`."""
-    names, bases = (
-        _own_names(),
-        type(owner).__mro__,
-    )  # not `isinstance`, as abstract classes ask all of their subclasses
+    names, bases = _own_names(), type(owner).__mro__
+    # Not `isinstance`: abstract classes ask all of their subclasses.
     own = {name for kind in bases for name in names.get(kind, ())}
     if Callback in bases or LightningDataModule in bases:
         kind: Any = type(owner)

@@ -168,10 +168,8 @@ class _FlatVector:
             gradient.fresh = grad is None
             if grad is not None and grad.layout is torch.strided:  # without elements: address 0, and never lent
                 users += 0 != grad.data_ptr() == gradient.flat.data_ptr()
-        waits = 0
-        while (
-            is_kept := _users_of(self._flat) > users
-        ) and waits < _WAITS:  # gloo's threads let go of it at their leisure
+        waits = 0  # gloo's threads let go at their leisure
+        while (is_kept := _users_of(self._flat) > users) and waits < _WAITS:
             waits += 1
             time.sleep(0.001)
         self._times_kept = self._times_kept + 1 if is_kept else 0

@@ -56,7 +56,8 @@ class Contents:
     def sizes(self) -> Mapping[str, int]:
         """Bytes by key."""
         if self.backend is not None:
-            return {entry.key: entry.nbytes for entry in self.backend.list(self.generation.prefix)}
+            listed = self.backend.list(self.generation.prefix)
+            return {each.key: each.nbytes for each in listed if parse_snap_key(each.key) is not None}
         return self.first
 
     @cached_property

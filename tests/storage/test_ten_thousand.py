@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -14,7 +15,17 @@ import pytest
 from benchmarks.ranks import growth_of
 from benchmarks.ranks_store import Bucket, Client, ManyRanks, figures
 from lightning_moe_ckpt.errors import Corrupt, StorageError
-from lightning_moe_ckpt.storage import RankMarker, ReferencedEntry, Retention, RunStore, RunView, _catalog, _commit
+from lightning_moe_ckpt.storage import (
+    FsspecBackend,
+    GenerationId,
+    RankMarker,
+    ReferencedEntry,
+    Retention,
+    RunStore,
+    RunView,
+    _catalog,
+    _commit,
+)
 from lightning_moe_ckpt.storage._upkeep import repair_log
 
 NOW = timedelta()
@@ -264,3 +275,20 @@ def test_a_file_lost_from_a_generation_that_is_needed_is_noticed(paged: ManyRank
     paged.bucket.delete(held[3].segment.key)
     with pytest.raises(Corrupt, match="parts of which are gone"):
         paged.store.commit(markers[0], timeout=NOW)
+
+
+@pytest.mark.parametrize("page", [2, 1000])
+def test_what_lies_deeper_in_a_generation_stays(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is nobody's name of ours; a generation of several pages is no other."""
+    monkeypatch.setattr(_catalog, "_PAGE", page)
+    backend, generation = FsspecBackend(f"memory://{uuid.uuid4().hex}"), GenerationId(1, 1, "0" * 12)
+    own = [
+        f"{generation.prefix}{name}" for name in ("_COMMITTED", "rank00000.000000000001.safetensors", "rank00000.done")
+    ]
+    foreign = f"{generation.prefix}notes/mine"
+    for key in (*own, foreign):
+        backend.put(key, b"1")
+    contents = _catalog.read_catalog(backend)[generation]
+    assert sorted(contents.sizes) == own
+    _catalog.delete_generation(backend, contents)
+    assert [entry.key for entry in backend.list("snap/")] == [foreign]
