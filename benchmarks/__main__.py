@@ -96,6 +96,14 @@ _BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what other
         "What checkpoints in memory add to a step beside DLRover and lm-resiliency, where these are installed.",
         BENCHMARKS["overhead"][1],
     ),
+    "breakdown": (
+        "Where the time of checkpoints goes: microseconds by hook, CPU time by thread beside.",
+        BENCHMARKS["overhead"][1],
+    ),
+    "strategy-breakdown": (
+        "Where the reducer of MoEStrategy spends the time of a step.",
+        BENCHMARKS["strategy"][1],
+    ),
     "replicas": (
         "Seconds from a SIGKILL to the first new step: torchft, where it is installed, and moe-ckpt run.",
         [

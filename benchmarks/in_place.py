@@ -24,9 +24,10 @@ from types import SimpleNamespace
 
 from rich.table import Table
 
+from benchmarks.costs import Goal
 from benchmarks.failure import MeasuredFailure, failure_of
 from benchmarks.killed_fit import SIZE, WINDOW
-from lightning_moe_ckpt.benchmarks._benchmark import Goal, Progress, rounds_of, table_of
+from lightning_moe_ckpt.benchmarks._benchmark import Progress, rounds_of, table_of
 from lightning_moe_ckpt.benchmarks._fits import bench_folders
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.testing._records import Record, read_lines

@@ -17,14 +17,13 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
+from benchmarks.steps import StepLines, write_line
 from lightning_moe_ckpt.benchmarks._fits import (
     BenchModel,
     ModelSize,
-    StepLines,
     bench_trainer,
     own_memory,
     quiet_lightning,
-    write_line,
 )
 from lightning_moe_ckpt.benchmarks._fits import random_tokens as tokens_of
 from lightning_moe_ckpt.callbacks import SparseCheckpoint

@@ -17,7 +17,8 @@ from types import SimpleNamespace
 import torch
 from rich.table import Table
 
-from lightning_moe_ckpt.benchmarks._benchmark import Cost, Progress, table_of
+from benchmarks.costs import Cost
+from lightning_moe_ckpt.benchmarks._benchmark import Progress, table_of
 from lightning_moe_ckpt.native import Copy, CopyEngine, create_engine, explain
 from lightning_moe_ckpt.native._cpu import CpuCopyEngine
 from lightning_moe_ckpt.native._cuda import CudaCopyEngine, TorchDevice

@@ -29,9 +29,10 @@ import xxhash
 from torch import Tensor
 
 from benchmarks import native
+from benchmarks.costs import Cost, Goal
 from benchmarks.native import MIB, Action, NativeFigure, figure_of, median
 from benchmarks.native_kernels import GoalMeasurement, Kernels
-from lightning_moe_ckpt.benchmarks._benchmark import Cost, Goal, Progress
+from lightning_moe_ckpt.benchmarks._benchmark import Progress
 from lightning_moe_ckpt.native import Copy, CopyEngine, _cuda, _library, explain
 from lightning_moe_ckpt.native._cpu import CompiledCpuEngine, CpuCopyEngine
 from lightning_moe_ckpt.native._cuda import CompiledCudaEngine, CudaCopyEngine, TorchDevice

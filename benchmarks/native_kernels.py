@@ -8,8 +8,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from benchmarks.costs import Cost
 from benchmarks.native import Action, NativeFigure, figure_of, in_turns
-from lightning_moe_ckpt.benchmarks._benchmark import Cost
 from lightning_moe_ckpt.native import (
     AdamState,
     AdamStep,

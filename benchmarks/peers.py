@@ -26,12 +26,21 @@ from rich.console import Group, RenderableType
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # exported at run time only
 from typing_extensions import override
 
+from benchmarks.costs import Goal
 from lightning_moe_ckpt.benchmarks import _overhead
-from lightning_moe_ckpt.benchmarks._benchmark import Goal, Progress
+from lightning_moe_ckpt.benchmarks._benchmark import Progress
 from lightning_moe_ckpt.benchmarks._overhead import OverheadFigure
 from lightning_moe_ckpt.benchmarks._variants import PEERS, VARIANTS, SavingEvery, Variant, nbytes_of, state_dicts
 
 PEER = Goal("peer", "of DLRover MEMORY at the same cadence", 0.5, "times", at_least=False)
+GOALS = {
+    "sparse8-memory": Goal("sparse", "sparse, window 8, memory only", 2.0, "ms", at_least=False),
+    "dense1-memory": Goal("dense", "dense at every step, memory only", 4.0, "ms", at_least=False),
+    "dense4-memory": Goal("dense 4", "dense every 4 steps, memory only", 1.0, "ms", at_least=False),
+}
+"""Limits of the time added to a step."""
+IDLE = Goal("idle", "steps at which nothing is taken", 0.3, "ms", at_least=False)
+SHARE = Goal("share", "of a step, with storage", 0.03, "of a step", at_least=False)
 _OURS = ("sparse4-memory", "dense1-memory", "dense4-memory")
 _MODULES = {"dlrover": "dlrover", "lm-resiliency": "lm_resiliency"}
 
@@ -45,7 +54,27 @@ def measure(options: SimpleNamespace, progress: Progress) -> list[OverheadFigure
 
 def table(figures: Sequence[OverheadFigure]) -> RenderableType:
     """Return the figures for people."""
-    return Group(_overhead.table(figures), *_judged({figure.variant: figure for figure in figures}))
+    return Group(_overhead.table(figures), *judged(figures), *_judged({figure.variant: figure for figure in figures}))
+
+
+def judged(figures: Sequence[OverheadFigure]) -> list[str]:
+    """Return a line per goal that something was measured for."""
+    by_name, lines = {figure.variant: figure for figure in figures}, list[str]()
+
+    def judge(goal: Goal, measured: float, form: str) -> None:
+        lines.append(f"{goal.what}: {form.format(measured)}, goal {goal}: {goal.outcome(measured)}")
+
+    for name, goal in GOALS.items():
+        if (figure := by_name.get(name)) is None:
+            continue
+        judge(goal, figure.added_seconds * 1e3, "{:+.2f} ms")
+        if figure.added_idle_seconds is not None:
+            judge(IDLE, figure.added_idle_seconds * 1e3, "{:+.2f} ms")
+    for name, figure in by_name.items():
+        if VARIANTS[name].system in ("sparse", "dense") and not VARIANTS[name].memory_only:
+            share = figure.added_seconds / figures[0].mean_seconds
+            lines.append(f"{name}, with storage: {share:.1%} of a step, goal at most 3%: {SHARE.outcome(share)}")
+    return lines
 
 
 def _judged(figures: dict[str, OverheadFigure]) -> list[str]:

@@ -32,11 +32,11 @@ from obstore.store import S3Store
 from rich.table import Table
 from typing_extensions import override
 
+from benchmarks.costs import Cost, Goal
+from benchmarks.segments import made_up_layout, records_of
 from lightning_moe_ckpt._units import rate_text
 from lightning_moe_ckpt.benchmarks._benchmark import (
     Accelerator,
-    Cost,
-    Goal,
     Progress,
     accelerator_for,
     milliseconds,
@@ -49,12 +49,10 @@ from lightning_moe_ckpt.benchmarks._fits import (
     StorageGate,
     TurnTaker,
     bench_trainer,
-    made_up_layout,
     one_thread,
     patient_storage,
     quiet_lightning,
     random_tokens,
-    records_of,
 )
 from lightning_moe_ckpt.callbacks import SparseCheckpoint
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError

@@ -26,12 +26,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
+from benchmarks.steps import lines_of
 from lightning_moe_ckpt.benchmarks._benchmark import Accelerator
 from lightning_moe_ckpt.benchmarks._fits import (
     BenchModel,
     ModelSize,
     bench_trainer,
-    lines_of,
     own_memory,
     quiet_lightning,
 )

@@ -25,8 +25,9 @@ from typing import Literal
 import torch
 
 from benchmarks.quality_fit import EXACT, Case, Loss, QualityFit, Scale, System
+from benchmarks.steps import lines_of
 from lightning_moe_ckpt.benchmarks._benchmark import Accelerator, Progress
-from lightning_moe_ckpt.benchmarks._fits import bench_folders, lines_of
+from lightning_moe_ckpt.benchmarks._fits import bench_folders
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.metrics import load_skew
 from lightning_moe_ckpt.process import compute_alone

@@ -17,8 +17,9 @@ from types import SimpleNamespace
 
 from rich.table import Table
 
+from benchmarks.costs import Goal
 from benchmarks.scale import Growth
-from lightning_moe_ckpt.benchmarks._benchmark import Goal, Progress, table_of
+from lightning_moe_ckpt.benchmarks._benchmark import Progress, table_of
 from lightning_moe_ckpt.errors import ConfigurationError
 
 PARTS = ("store", "agree")

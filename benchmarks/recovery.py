@@ -32,11 +32,14 @@ from lightning.pytorch import Callback, seed_everything
 from rich.console import Group, RenderableType
 from typing_extensions import override
 
+from benchmarks.breakdown import CostMeter
+from benchmarks.costs import Goal
 from benchmarks.failure import failure_of
+from benchmarks.segments import made_up_layout, records_of
+from benchmarks.steps import StepLines, lines_of
 from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.benchmarks._benchmark import (
     Accelerator,
-    Goal,
     Progress,
     accelerator_for,
     medians,
@@ -44,21 +47,16 @@ from lightning_moe_ckpt.benchmarks._benchmark import (
     rounds_of,
     table_of,
 )
-from lightning_moe_ckpt.benchmarks._breakdown import CostMeter
 from lightning_moe_ckpt.benchmarks._fits import (
     BenchModel,
     HandOver,
     ModelSize,
-    StepLines,
     TurnTaker,
     bench_folders,
     bench_trainer,
-    lines_of,
-    made_up_layout,
     own_memory,
     quiet_lightning,
     random_tokens,
-    records_of,
 )
 from lightning_moe_ckpt.benchmarks._variants import DcpCheckpoint, MeteredCheckpoint
 from lightning_moe_ckpt.callbacks import (

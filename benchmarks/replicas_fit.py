@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from benchmarks.killed_fit import NUM_BATCHES, SIZE, await_turn
-from lightning_moe_ckpt.benchmarks._fits import BenchModel, own_memory, quiet_lightning, write_line
+from benchmarks.steps import write_line
+from lightning_moe_ckpt.benchmarks._fits import BenchModel, own_memory, quiet_lightning
 from lightning_moe_ckpt.benchmarks._fits import random_tokens as tokens_of
 from lightning_moe_ckpt.testing._records import JsonLines
 

@@ -33,8 +33,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
-from lightning_moe_ckpt.benchmarks._benchmark import Goal, Progress, accelerator_for, milliseconds, table_of
-from lightning_moe_ckpt.benchmarks._breakdown import ENDED, HookMeter, ThreadTimes
+from benchmarks.breakdown import ENDED, HookMeter, ThreadTimes
+from benchmarks.costs import Goal
+from lightning_moe_ckpt.benchmarks._benchmark import (
+    Progress,
+    accelerator_for,
+    milliseconds,
+    table_of,
+)
 from lightning_moe_ckpt.benchmarks._fits import (
     HandOver,
     StorageGate,

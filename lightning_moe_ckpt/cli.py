@@ -384,7 +384,6 @@ _LOOKING = [
 # -- benchmarks
 
 _FITS: list[click.Parameter] = [
-    _flag("--breakdown", "Where the time goes: by hook, by thread beside."),
     number("--rounds", 5, "Turns of every fit."),
     number("--steps", 16, "Steps of a turn that count."),
     number("--settle", 8, "Steps of a turn before them."),
@@ -397,7 +396,7 @@ _FITS: list[click.Parameter] = [
 ]
 BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what others leave behind
     "overhead": (
-        "What checkpoints add to a step, in memory only and with storage, beside other systems; where the time goes.",
+        "What checkpoints add to a step, in memory only and with storage, beside other systems.",
         [
             _option("--variants", "What is measured (default: the usual ones); a wrong name lists them.", "A,B"),
             number("--ranks", 1, "Processes of every fit."),
@@ -407,7 +406,7 @@ BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what others
         ],
     ),
     "strategy": (
-        "What MoEStrategy adds to a step beside DDP, without checkpoints, and where its reducer spends it.",
+        "What MoEStrategy adds to a step beside DDP, without checkpoints.",
         [
             _option("--strategy-ranks", "Ranks of the trainings, one after another.", "N,N", default="1,2"),
             _flag("--spread-experts", "Give each rank experts of its own, which DDP does not reduce."),

@@ -15,13 +15,12 @@ import shutil
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import lightning
 import torch
@@ -40,38 +39,6 @@ Progress = Callable[[str, int, int], None]
 """Function that takes the next case's name, the number of cases before, and the number of all cases."""
 
 _WIDEST = 10_000
-
-
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """A number to reach, or to stay below."""
-
-    name: str
-    what: str
-    wanted: float
-    unit: str
-    at_least: bool = True
-
-    def outcome(self, measured: float) -> str:
-        """`met` or `NOT met`; NaN meets nothing."""
-        return "met" if (measured >= self.wanted if self.at_least else measured <= self.wanted) else "NOT met"
-
-    def __str__(self) -> str:
-        return f"at {'least' if self.at_least else 'most'} {self.wanted:g} {self.unit}"
-
-
-class Cost(NamedTuple):
-    """Seconds of an action; CPU time counts all threads, for a hook the training thread only."""
-
-    wall: float
-    cpu: float
-
-    @classmethod
-    def of(cls, action: Callable[[], object]) -> Cost:
-        """Run `action` once."""
-        wall, cpu = time.perf_counter(), time.process_time()
-        action()
-        return cls(time.perf_counter() - wall, time.process_time() - cpu)
 
 
 def accelerator_for(wanted: str | None, num_ranks: int = 1) -> Accelerator:

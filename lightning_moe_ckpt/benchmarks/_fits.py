@@ -17,7 +17,6 @@ import shutil
 import signal
 import tempfile
 import threading
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -29,28 +28,18 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
-from typing_extensions import Self, override
+from typing_extensions import Self
 
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.moe import MoELayer
 from lightning_moe_ckpt.process import compute_alone
-from lightning_moe_ckpt.storage import (
-    Backend,
-    RecordEntry,
-    RecordRows,
-    SegmentLayout,
-    StorageCall,
-    TensorSpec,
-    WrappedBackend,
-    dtype_code,
-)
+from lightning_moe_ckpt.storage import Backend, StorageCall, WrappedBackend
 from lightning_moe_ckpt.strategy import MoEStrategy
-from lightning_moe_ckpt.testing._records import JsonLines, Record, read_lines
 from lightning_moe_ckpt.tiers import shared_directory
 from lightning_moe_ckpt.tiers._tier_worker import SkipCounter
 
@@ -182,36 +171,6 @@ def own_memory(folder: str | Path, *, lost: bool) -> None:
         shutil.rmtree(folder, ignore_errors=True)
     Path(folder).mkdir(parents=True, exist_ok=True)
     os.environ["MOE_CKPT_SHARED_MEMORY"] = str(folder)
-
-
-class StepLines(Callback):
-    """Write down, in `lines`, when a fit begins and when each step is done, by the clock that the processes of a machine share."""
-
-    lines: JsonLines
-    first_step = 0
-    """Added to `global_step`."""
-
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        write_line(self.lines, "begin", step=self.first_step + trainer.global_step, pid=os.getpid())
-
-    @override
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
-        write_line(self.lines, "step", step=self.first_step + trainer.global_step, **self.values())
-
-    def values(self) -> dict[str, Any]:
-        """Return further values of a step's line."""
-        return {}
-
-
-def write_line(lines: JsonLines, what: str, **values: Any) -> None:
-    """Append a line with the time."""
-    lines.write({"what": what, "at": time.monotonic(), **values})
-
-
-def lines_of(path: str | Path, *kinds: str) -> list[Record]:
-    """Return the lines of some kinds that all attempts so far have written, in order."""
-    return [line for line in read_lines(path) if line["what"] in kinds]
 
 
 def bench_trainer(**options: Any) -> Trainer:
@@ -398,28 +357,3 @@ def _serve(work: Callable[[HandOver[Result]], None], pipe: Connection, other_end
         pipe.send((CheckpointError(str(error)), None))
     except BaseException:  # noqa: BLE001  # process entry: the parent reports it
         pipe.send((TurnFailed(traceback.format_exc()), None))
-
-
-# -- segments that no training has captured
-
-_NUM_RECORDS = 64
-"""Enough that digests of records are not for free."""
-
-
-def made_up_layout(name: str, nbytes: int) -> SegmentLayout:
-    """Return a layout of about `nbytes`; records begin with `name`."""
-    shape = (nbytes // (4 * _NUM_RECORDS),)
-    specs = [TensorSpec(f"{name}.{index}", torch.float32, shape) for index in range(_NUM_RECORDS)]
-    return SegmentLayout(specs, metadata={})
-
-
-def records_of(layout: SegmentLayout) -> RecordRows:
-    """Return one record per tensor in a layout, each an operator by itself, without digests."""
-    entries = [
-        RecordEntry(
-            name=name, operator=name, kind="full", fqn=name, state_key="param", dtype=dtype_code(span.dtype),
-            global_shape=span.shape, global_start=0, numel=span.shape[0], offset=span.offset, nbytes=span.nbytes, digest="",
-        )
-        for name, span in layout.spans.items()
-    ]  # fmt: skip
-    return RecordRows(entries)

@@ -35,8 +35,7 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from rich.console import RenderableType
 from typing_extensions import Self, override
 
-from lightning_moe_ckpt.benchmarks._benchmark import Cost, Goal, Progress, accelerator_for, medians, rounds_of, table_of
-from lightning_moe_ckpt.benchmarks._breakdown import CostMeter, HookMeter, ThreadTimes, breakdown_of, per_step
+from lightning_moe_ckpt.benchmarks._benchmark import Progress, accelerator_for, medians, rounds_of, table_of
 from lightning_moe_ckpt.benchmarks._fits import (
     BenchModel,
     HandOver,
@@ -51,25 +50,15 @@ from lightning_moe_ckpt.benchmarks._fits import (
     quiet_lightning,
     random_tokens,
 )
-from lightning_moe_ckpt.benchmarks._variants import PEERS, VARIANTS, Variant, checkpoint_of, chosen_variants
+from lightning_moe_ckpt.benchmarks._variants import Variant, checkpoint_of, chosen_variants
 from lightning_moe_ckpt.callbacks import ExpertLoadMonitor
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.fit.loops._port import ignore_names
-from lightning_moe_ckpt.parallel import GradientReducer, build_groups, expert_parallel_fqns, set_current_groups
-from lightning_moe_ckpt.parallel._reducer import WholeGradient
+from lightning_moe_ckpt.parallel import build_groups, expert_parallel_fqns, set_current_groups
 from lightning_moe_ckpt.session import Report
 from lightning_moe_ckpt.storage import wrapping_backends
 from lightning_moe_ckpt.strategy import MoEStrategy
 from lightning_moe_ckpt.testing._attempts import elastic_environment, free_port
-
-GOALS = {
-    "sparse8-memory": Goal("sparse", "sparse, window 8, memory only", 2.0, "ms", at_least=False),
-    "dense1-memory": Goal("dense", "dense at every step, memory only", 4.0, "ms", at_least=False),
-    "dense4-memory": Goal("dense 4", "dense every 4 steps, memory only", 1.0, "ms", at_least=False),
-}
-"""Limits of the time added to a step."""
-IDLE = Goal("idle", "steps at which nothing is taken", 0.3, "ms", at_least=False)
-SHARE = Goal("share", "of a step, with storage", 0.03, "of a step", at_least=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,10 +82,8 @@ class StepCosts:
     generations_complete: int
     generations_committed: int
     """Whenever storage has finished a generation, it is given the newest complete generation."""
-    hooks: dict[str, Cost] = field(default_factory=dict)
-    """Mean cost per step by hook, with `--breakdown`."""
-    threads: dict[str, float] = field(default_factory=dict)
-    """Mean CPU time per step beside the training thread, by thread, with `--breakdown`."""
+    metered: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Further costs per step, by kind and name, of the option `meter`; empty without."""
 
 
 class Turn(NamedTuple):
@@ -166,14 +153,6 @@ class _Fit:
             trainer.fit(model, random_tokens(size, ranks * (total_steps + 1)))
 
 
-REDUCING = {
-    name: [f"{owner.__module__}:{owner.__name__} {name}"]
-    for owner, names in ((GradientReducer, ("prepare", "_on_gradient", "finish")), (WholeGradient, ("send",)))
-    for name in names
-}
-"""Methods of the reduction, by class; hooks contain the copies in `send`."""
-
-
 class _ExpertDdp(DDPStrategy):
     """DDP without experts where these are spread, as their libraries advise."""
 
@@ -225,12 +204,9 @@ class _Turns(Callback):
         self._warm_up, self._steps, self._period = options.warm_up, options.steps, options.settle + options.steps
         self._variant, self._gate, self._hand_over = variant, gate, hand_over
         self._checkpoint = checkpoint if isinstance(checkpoint, CheckpointCallback) else None
-        self._peer = peer = checkpoint if self._checkpoint is None else None
-        self._meters = list[CostMeter]()
-        if options.breakdown and variant.strategy:
-            self._meters.append(CostMeter(REDUCING))
-        elif options.breakdown and checkpoint is not None:
-            self._meters.append(HookMeter(peer))
+        self._peer = checkpoint if self._checkpoint is None else None
+        meter_of = getattr(options, "meter", None)
+        self._meter = meter_of(variant, self._peer) if meter_of is not None else None
         self._before: _Before
         self._clocks: list[_Clocks] = []
         self._skipping: list[bool] = []
@@ -248,7 +224,9 @@ class _Turns(Callback):
             torch.cuda.synchronize()  # the host runs ahead of the device, by a step or more
         if within == 0:
             self._clocks, self._skipping = [], []
-            self._before = self._read()  # takes a while, so before the first clock is read
+            self._before = self._read()
+            if self._meter is not None:
+                self._meter.begin()  # takes a while, so before the first clock is read
         self._clocks.append(_Clocks(time.perf_counter(), time.thread_time(), time.process_time()))
         self._skipping.append(self._variant.skips(trainer.global_step))
         if within == self._steps:
@@ -270,8 +248,6 @@ class _Turns(Callback):
         return _Before(
             checkpoint.report if checkpoint is not None else None,
             getattr(self._peer, "seconds", 0.0),
-            {name: cost for meter in self._meters for name, cost in meter.costs().items()},
-            ThreadTimes.now() if self._meters else None,
         )
 
     def _costs(self, after: _Before) -> StepCosts:
@@ -279,17 +255,13 @@ class _Turns(Callback):
         num_steps = len(self._clocks) - 1
         steps = [end.wall - start.wall for start, end in pairwise(self._clocks)]
         idle = [seconds for seconds, skipped in zip(steps, self._skipping, strict=False) if skipped]
-        threads = {}
-        if before.threads is not None and after.threads is not None:
-            threads = after.threads.since(before.threads, num_steps)
         return StepCosts(
             mean_seconds=(last.wall - first.wall) / num_steps,
             median_seconds=statistics.median(steps),
             idle_seconds=statistics.fmean(idle) if idle else None,
             thread_seconds=(last.thread - first.thread) / num_steps,
             process_seconds=(last.process - first.process) / num_steps,
-            hooks=per_step(before.hooks, after.hooks, num_steps),
-            threads=threads,
+            metered=self._meter.end(num_steps) if self._meter is not None else {},
             **_gained(before, after, num_steps),
         )
 
@@ -299,8 +271,6 @@ class _Before(NamedTuple):
 
     report: Report | None
     peer_seconds: float
-    hooks: dict[str, Cost]
-    threads: ThreadTimes | None
 
 
 def _gained(earlier: _Before, later: _Before, num_steps: int) -> dict[str, Any]:
@@ -431,7 +401,8 @@ def _figure(variant: Variant, options: SimpleNamespace, turns: Sequence[tuple[Tu
     names = ("mean_seconds", "median_seconds", "idle_seconds", "thread_seconds", "process_seconds")
     return OverheadFigure(
         **medians(rounds, *names, "device_stall_seconds", "overhead_seconds"),
-        **_by_name(rounds),
+        stall_seconds=medians_by_name([run.stall_seconds for run in rounds]),
+        metered=medians_by_kind(rounds),
         variant=variant.name,
         precision=options.precision,
         num_params=size_of(options).num_params(),
@@ -457,13 +428,9 @@ def _beside(costs: StepCosts) -> float:
     return costs.process_seconds - costs.thread_seconds
 
 
-def _by_name(rounds: Sequence[StepCosts]) -> dict[str, Any]:
-    """Return the medians over all rounds by name; a name that a round lacks is 0 there."""
-    stalls = medians_by_name([run.stall_seconds for run in rounds])
-    walls = medians_by_name([{name: cost.wall for name, cost in run.hooks.items()} for run in rounds])
-    cpu = medians_by_name([{name: cost.cpu for name, cost in run.hooks.items()} for run in rounds])
-    hooks = {name: Cost(walls[name], cpu[name]) for name in walls}
-    return {"stall_seconds": stalls, "hooks": hooks, "threads": medians_by_name([run.threads for run in rounds])}
+def medians_by_kind(rounds: Sequence[StepCosts]) -> dict[str, dict[str, float]]:
+    """Return the medians of `metered`."""
+    return {kind: medians_by_name([run.metered[kind] for run in rounds]) for kind in rounds[0].metered}
 
 
 def medians_by_name(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -494,38 +461,21 @@ generations of the steps measured; state: the optimizer's, of the first rank; sh
 
 def table(figures: Sequence[OverheadFigure]) -> RenderableType:
     """Return the figures for people."""
+    return table_of(
+        title_of(figures),
+        _COLUMNS,
+        [_row(figure) for figure in figures],
+        "\n".join([_NOTE, *filter(None, map(_causes, figures))]),
+    )
+
+
+def title_of(figures: Sequence[OverheadFigure]) -> str:
+    """Return the model and the machine's speed, for a table's title."""
     none = figures[0]
-    title = (
+    return (
         f"Training {none.num_params / 1e6:.1f}M parameters in {none.precision} on {none.num_ranks} ranks, a step of "
         f"{none.mean_seconds * 1e3:.1f} ms, medians of {len(figures[-1].rounds)} rounds"
     )
-    peers = {name for name, variant in VARIANTS.items() if variant.system in PEERS}
-    every = {name: max(1, variant.every) for name, variant in VARIANTS.items()}
-    if any(figure.hooks for figure in figures):
-        return breakdown_of(title, [figure for figure in figures[1:] if figure.variant not in peers],
-                            [figure for figure in figures if figure.variant in peers], every)  # fmt: skip
-    caption = "\n".join([_NOTE, *judged(figures), *filter(None, map(_causes, figures))])
-    return table_of(title, _COLUMNS, [_row(figure) for figure in figures], caption)
-
-
-def judged(figures: Sequence[OverheadFigure]) -> list[str]:
-    """Return a line per goal that something was measured for."""
-    by_name, lines = {figure.variant: figure for figure in figures}, list[str]()
-
-    def judge(goal: Goal, measured: float, form: str) -> None:
-        lines.append(f"{goal.what}: {form.format(measured)}, goal {goal}: {goal.outcome(measured)}")
-
-    for name, goal in GOALS.items():
-        if (figure := by_name.get(name)) is None:
-            continue
-        judge(goal, figure.added_seconds * 1e3, "{:+.2f} ms")
-        if figure.added_idle_seconds is not None:
-            judge(IDLE, figure.added_idle_seconds * 1e3, "{:+.2f} ms")
-    for name, figure in by_name.items():
-        if VARIANTS[name].system in ("sparse", "dense") and not VARIANTS[name].memory_only:
-            share = figure.added_seconds / figures[0].mean_seconds
-            lines.append(f"{name}, with storage: {share:.1%} of a step, goal at most 3%: {SHARE.outcome(share)}")
-    return lines
 
 
 def _row(figure: OverheadFigure) -> list[str]:

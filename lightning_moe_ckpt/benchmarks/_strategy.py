@@ -15,18 +15,15 @@ from types import SimpleNamespace
 
 from rich.console import RenderableType
 
-from lightning_moe_ckpt.benchmarks._benchmark import Goal, Progress, milliseconds, table_of
+from lightning_moe_ckpt.benchmarks._benchmark import Progress, milliseconds, table_of
 from lightning_moe_ckpt.benchmarks._fits import bench_folders
-from lightning_moe_ckpt.benchmarks._overhead import FitRanks, StepCosts, medians_by_name, size_of
+from lightning_moe_ckpt.benchmarks._overhead import FitRanks, StepCosts, medians_by_kind, size_of
 from lightning_moe_ckpt.benchmarks._variants import Variant
 
-GOAL = Goal("strategy", "of a step under DDP", 1.02, "times", at_least=False)
 _REDUCTIONS = {"ordered": "ordered", "allreduce": "allreduce", "ddp again": "ddp"}
-_PARTS = ("hooks", "copies", "sums", "gloo", "waits")
-_COLUMNS = ("ranks", "strategy", "DDP step", "times", "range", "CPU times", *_PARTS, "outcome")
+_COLUMNS = ("ranks", "strategy", "DDP step", "times", "range", "CPU times")
 _NOTE = """\
-times: step over that of DDP, CPU: of all threads, medians of rounds; with --breakdown CPU per step of hooks and of what comes \
-before backward, of copies into the flat buffer, of the thread that sums, of gloo's threads; waits: behind backward"""
+times: step over that of DDP, CPU: of all threads, medians of rounds"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,8 +42,8 @@ class StrategyFigure:
     """Least and greatest of the rounds."""
     cpu_ratio: float
     """The first rank's CPU time in all threads, relative to DDP's."""
-    parts: dict[str, float]
-    """Seconds per step in parts of the reducer, with `--breakdown`; empty for DDP."""
+    metered: dict[str, dict[str, float]]
+    """Further costs per step, by kind and name, of the option `meter`; empty without."""
 
 
 def measure(options: SimpleNamespace, progress: Progress) -> list[StrategyFigure]:
@@ -80,7 +77,7 @@ def _figure(name: str, options: SimpleNamespace, rounds: Sequence[Sequence[StepC
         costs = [[getattr(turn, which) for turn in each] for each in rounds]
         return [(own + again) / (first + last) for first, own, again, last in costs]
 
-    ratios, parts = over_ddp("mean_seconds"), [_parts(turn) for _, *own, _ in rounds for turn in own]
+    ratios = over_ddp("mean_seconds")
     return StrategyFigure(
         strategy=name,
         num_ranks=options.ranks,
@@ -90,29 +87,17 @@ def _figure(name: str, options: SimpleNamespace, rounds: Sequence[Sequence[StepC
         ratio=statistics.median(ratios),
         ratio_range=(min(ratios), max(ratios)),
         cpu_ratio=statistics.median(over_ddp("process_seconds")),
-        parts=medians_by_name(parts),
+        metered=medians_by_kind([turn for _, *own, _ in rounds for turn in own]),
     )
-
-
-def _parts(turn: StepCosts) -> dict[str, float]:
-    """Return seconds per step by what the reducer does; empty without `--breakdown`, and where nothing is reduced."""
-    if "send" not in turn.hooks:
-        return {}
-    cpu = {name: cost.cpu for name, cost in turn.hooks.items()}
-    threads = [sum(each for thread, each in turn.threads.items() if name in thread) for name in ("reduction", "gloo")]
-    hooks = cpu["prepare"] + cpu["_on_gradient"] - cpu["send"]
-    return dict(zip(_PARTS, (hooks, cpu["send"], *threads, turn.hooks["finish"].wall), strict=True))
 
 
 def table(figures: Sequence[StrategyFigure]) -> RenderableType:
     """Return the figures for people."""
-    title = f"Training {figures[0].num_params / 1e6:.1f}M parameters under MoEStrategy and DDPStrategy, goal {GOAL}"
+    title = f"Training {figures[0].num_params / 1e6:.1f}M parameters under MoEStrategy and DDPStrategy"
     return table_of(title, _COLUMNS, [_row(figure) for figure in figures], _NOTE)
 
 
 def _row(figure: StrategyFigure) -> list[str]:
     low, high = figure.ratio_range
-    parts = [milliseconds(figure.parts.get(part)) for part in _PARTS]
-    outcome = "" if figure.strategy == "ddp again" else GOAL.outcome(figure.ratio)
     row = [f"{figure.num_ranks}", figure.strategy, milliseconds(figure.ddp_seconds), f"{figure.ratio:.3f}"]
-    return [*row, f"{low:.3f} to {high:.3f}", f"{figure.cpu_ratio:.3f}", *parts, outcome]
+    return [*row, f"{low:.3f} to {high:.3f}", f"{figure.cpu_ratio:.3f}"]

@@ -208,9 +208,7 @@ _POLICIES = [
     *(Variant("dense", every, memory) for memory in (True, False) for every in (1, 4)),
     *(Variant(system, 1, memory) for memory in (True, False) for system in ("partial", "selective")),
 ]
-_PEER_VARIANTS = [
-    *(Variant(system, 4) for system in PEERS),
-]
+_PEER_VARIANTS = [Variant(system, 4) for system in PEERS]
 _MORE = [
     *(Variant(system, 4, memory) for system in ("partial", "selective") for memory in (True, False)),
     Variant("monitored", 8),
@@ -220,7 +218,6 @@ _MORE = [
 ]
 VARIANTS = {each.name: each for each in (Variant("none"), *_POLICIES, *_PEER_VARIANTS, *_MORE)}
 """All variants by name."""
-_BROKEN_DOWN = ["sparse8", "dense1", "dense4", "partial1", "selective1"]
 
 
 def chosen_variants(options: SimpleNamespace) -> list[Variant]:
@@ -229,11 +226,10 @@ def chosen_variants(options: SimpleNamespace) -> list[Variant]:
     Raises:
         ConfigurationError: `--variants` names an unknown variant.
     """
-    usual = [VARIANTS[name] for name in _BROKEN_DOWN] if options.breakdown else _POLICIES
     names = [name for name in (options.variants or "").split(",") if name not in ("", "none")]
     if unknown := [name for name in names if name not in VARIANTS]:
         raise ConfigurationError(f"`--variants {','.join(unknown)}`: there are {', '.join(VARIANTS)}.")
-    return [VARIANTS["none"], *([VARIANTS[name] for name in names] or [*usual, *_PEER_VARIANTS])]
+    return [VARIANTS["none"], *([VARIANTS[name] for name in names] or [*_POLICIES, *_PEER_VARIANTS])]
 
 
 def checkpoint_of(variant: Variant, url: str) -> Callback | None:

@@ -12,6 +12,7 @@ from launcher import run_world
 from rich.console import Console
 
 from benchmarks import persist
+from benchmarks.costs import Cost
 from benchmarks.persist import (
     CPU,
     LOCAL,
@@ -26,7 +27,6 @@ from benchmarks.persist import (
     take_pairs,
     time_steps,
 )
-from lightning_moe_ckpt.benchmarks._benchmark import Cost
 from lightning_moe_ckpt.benchmarks._fits import ModelSize
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.inspection import verify

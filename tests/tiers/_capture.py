@@ -18,7 +18,7 @@ from door import as_memoryview
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_moe_ckpt.benchmarks._fits import records_of
+from benchmarks.segments import records_of
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.native import Ticket
 from lightning_moe_ckpt.policies import AUDIENCES

@@ -18,18 +18,22 @@ from contextlib import suppress
 from functools import wraps
 from operator import add
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 from lightning.pytorch import Callback
 from rich.console import Group, RenderableType
 
-from lightning_moe_ckpt.benchmarks._benchmark import Cost, table_of
+from benchmarks.costs import Cost
+from lightning_moe_ckpt.benchmarks import _overhead
+from lightning_moe_ckpt.benchmarks._benchmark import Progress, table_of
+from lightning_moe_ckpt.benchmarks._overhead import OverheadFigure
+from lightning_moe_ckpt.benchmarks._variants import PEERS, VARIANTS, Variant
 from lightning_moe_ckpt.fit import FitSession
 
 _PROCESSES = Path("/proc")
 ENDED = "threads that ended"
-
-
+_USUAL = ("sparse8", "dense1", "dense4", "partial1", "selective1")
 _NOTHING = Cost(0.0, 0.0)
 
 
@@ -152,49 +156,62 @@ def per_step(before: Mapping[str, Cost], after: Mapping[str, Cost], num_steps: i
     }
 
 
-class BrokenDown(Protocol):
-    """Costs of one variant per step, in seconds."""
+class TurnMeter:
+    """Measure the steps of a turn: functions by `meter`, and threads beside."""
 
-    @property
-    def variant(self) -> str: ...
-    @property
-    def added_seconds(self) -> float: ...
-    @property
-    def hooks(self) -> dict[str, Cost]: ...
-    @property
-    def threads(self) -> dict[str, float]: ...
+    def __init__(self, meter: CostMeter) -> None:
+        self._meter = meter
+
+    def begin(self) -> None:
+        """Begin with the next step."""
+        self._costs, self._threads = self._meter.costs(), ThreadTimes.now()
+
+    def end(self, num_steps: int) -> dict[str, dict[str, float]]:
+        """Return mean seconds per step since `begin`, by name: `wall` and `cpu` of functions, `threads`."""
+        costs = per_step(self._costs, self._meter.costs(), num_steps)
+        return {
+            "wall": {name: cost.wall for name, cost in costs.items()},
+            "cpu": {name: cost.cpu for name, cost in costs.items()},
+            "threads": ThreadTimes.now().since(self._threads, num_steps),
+        }
 
 
-def breakdown_of(
-    title: str, policies: Sequence[BrokenDown], peers: Sequence[BrokenDown], every: Mapping[str, int]
-) -> RenderableType:
-    """Return a table with our policies, per step, and a table with other systems, per save.
+def _meter_of(variant: Variant, peer: Callback | None) -> TurnMeter | None:
+    return None if variant.system == "none" else TurnMeter(HookMeter(peer))
 
-    Args:
-        title: model and machine.
-        policies: variants of this package.
-        peers: variants of other systems.
-        every: steps per save of each variant, by name.
-    """
-    own = _table(f"{title}: microseconds per step", policies, dict.fromkeys(every, 1))
+
+def measure(options: SimpleNamespace, progress: Progress) -> list[OverheadFigure]:
+    """Run the benchmark."""
+    chosen = {"variants": options.variants or ",".join([*_USUAL, *(f"{name}4" for name in PEERS)])}
+    return _overhead.measure(SimpleNamespace(**{**vars(options), **chosen, "meter": _meter_of}), progress)
+
+
+def table(figures: Sequence[OverheadFigure]) -> RenderableType:
+    """Return a table with our policies, per step, and a table with other systems, per save."""
+    title, every = _overhead.title_of(figures), {name: max(1, variant.every) for name, variant in VARIANTS.items()}
+    peers = [figure for figure in figures if VARIANTS[figure.variant].system in PEERS]
+    ours = [figure for figure in figures[1:] if VARIANTS[figure.variant].system not in PEERS]
+    own = _table(f"{title}: microseconds per step", ours, dict.fromkeys(every, 1))
     return Group(own, _table("The same of other systems: microseconds per save", peers, every)) if peers else own
 
 
-def _table(title: str, figures: Sequence[BrokenDown], per: Mapping[str, int]) -> RenderableType:
-    def row(name: str, values: Sequence[float | None]) -> list[str]:
+def _table(title: str, figures: Sequence[OverheadFigure], per: Mapping[str, int]) -> RenderableType:
+    def row(name: str, values: Sequence[float]) -> list[str]:
         scaled = zip(figures, values, strict=True)
         return [name, *("" if not value else f"{value * per[each.variant] * 1e6:,.0f}" for each, value in scaled)]
 
-    hooks = _by_size([{name: cost.wall for name, cost in figure.hooks.items()} for figure in figures])
-    threads = _by_size([figure.threads for figure in figures])
-    rows = [row(name, [figure.hooks.get(name, _NOTHING).wall for figure in figures]) for name in hooks]
-    rows.append(row("= in hooks", [sum(cost.wall for cost in figure.hooks.values()) for figure in figures]))
-    rows.append(row("  of it CPU", [sum(cost.cpu for cost in figure.hooks.values()) for figure in figures]))
-    rows += [row(f"beside: {name}", [figure.threads.get(name) for figure in figures]) for name in threads]
-    rows.append(row("= CPU beside", [sum(figure.threads.values()) for figure in figures]))
-    rows.append(row("longer by", [figure.added_seconds for figure in figures]))
+    def rows(kind: str, form: str) -> list[list[str]]:
+        columns = [figure.metered[kind] for figure in figures]
+        return [row(form.format(name), [column.get(name, 0.0) for column in columns]) for name in _by_size(columns)]
+
+    def total(name: str, kind: str) -> list[str]:
+        return row(name, [sum(figure.metered[kind].values()) for figure in figures])
+
+    shown = [*rows("wall", "{}"), total("= in hooks", "wall"), total("  of it CPU", "cpu")]
+    shown += [*rows("threads", "beside: {}"), total("= CPU beside", "threads")]
+    shown.append(row("longer by", [figure.added_seconds for figure in figures]))
     note = "hooks: time of the training thread between call and return; beside: CPU time of other threads and processes"
-    return table_of(title, ("", *(figure.variant for figure in figures)), rows, note)
+    return table_of(title, ("", *(figure.variant for figure in figures)), shown, note)
 
 
 def _by_size(columns: Sequence[Mapping[str, float]]) -> list[str]:

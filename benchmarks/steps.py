@@ -1,0 +1,43 @@
+"""Lines that trainings write as they go, by the clock that the processes of a machine share."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+from lightning_moe_ckpt.testing._records import JsonLines, Record, read_lines
+
+
+class StepLines(Callback):
+    """Write down, in `lines`, when a fit begins and when each step is done, by the clock that the processes of a machine share."""
+
+    lines: JsonLines
+    first_step = 0
+    """Added to `global_step`."""
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        write_line(self.lines, "begin", step=self.first_step + trainer.global_step, pid=os.getpid())
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
+        write_line(self.lines, "step", step=self.first_step + trainer.global_step, **self.values())
+
+    def values(self) -> dict[str, Any]:
+        """Return further values of a step's line."""
+        return {}
+
+
+def write_line(lines: JsonLines, what: str, **values: Any) -> None:
+    """Append a line with the time."""
+    lines.write({"what": what, "at": time.monotonic(), **values})
+
+
+def lines_of(path: str | Path, *kinds: str) -> list[Record]:
+    """Return the lines of some kinds that all attempts so far have written, in order."""
+    return [line for line in read_lines(path) if line["what"] in kinds]
