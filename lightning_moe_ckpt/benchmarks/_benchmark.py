@@ -44,10 +44,8 @@ _WIDEST = 10_000
 def accelerator_for(wanted: str | None, num_ranks: int = 1) -> Accelerator:
     """Return the accelerator of trainings: `cpu` by default; `auto` takes GPUs if there is a GPU for every rank.
 
-    The driver is not asked: trainings are forked, and CUDA works in no fork of a process that has used it.
-
-    Raises:
-        ConfigurationError: `gpu` is wanted, and there are too few.
+    The driver is not asked: trainings are forked, and CUDA works in no fork of a process that has used it. Raises `ConfigurationError` if
+    `gpu` is wanted, and there are too few.
     """
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     num_devices = torch.cuda.device_count() if wanted in ("gpu", "auto") and torch.cuda.is_available() else 0

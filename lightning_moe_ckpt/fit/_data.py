@@ -308,14 +308,12 @@ class DataRecord:
         self.expected = digest if self._compares else None
 
     def compare(self, digest: str | None, *, known: str) -> None:
-        """Compare the next batch before anything trains on it. Collective if a digest was expected.
+        """Compare the next batch before anything trains on it. Collective if a digest was expected. Raises `OtherData` if the batch differs
+        on some rank, and `on_mismatch` is 'stop'.
 
         Args:
             digest: the batch's digest; `None` if it is not compared.
             known: the user's changes that make other batches, in words; empty if there are none.
-
-        Raises:
-            OtherData: the batch differs on some rank, and `on_mismatch` is 'stop'.
         """
         expected, self.expected = self.expected, None
         if expected is None or digest is None:

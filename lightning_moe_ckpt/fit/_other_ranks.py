@@ -171,15 +171,13 @@ class _Telling:
 def placed(trainer: Trainer, start: Journal, *, logged: bool) -> Journal:
     """Return a start half with its position counted in this job's batches, and give the loops this position.
 
-    Samples count as consumed by whole steps. Rank 0 warns about differences. Call once loaders exist and accumulation is in force.
+    Samples count as consumed by whole steps. Rank 0 warns about differences. Call once loaders exist and accumulation is in force. Raises
+    `IdentityMismatch` if only users' code, or another package, knows the next samples.
 
     Args:
         trainer: trainer with the loaders.
         start: the start half, from `retold`.
         logged: whether batches are logged; then data goes on with the pipeline's next batches.
-
-    Raises:
-        IdentityMismatch: only users' code, or another package, knows the next samples.
     """
     was, now, done = start.get("spread") or [_UNSAID], spread_of(trainer), start["batches_done"]
     inside = done and not (logged or start["between_epochs"])

@@ -199,14 +199,12 @@ class Settings:
     # -- a run is resumed
 
     def resume(self, start: dict[str, Any], step: int) -> None:
-        """Compare with the stored run's settings, before these are restored.
+        """Compare with the stored run's settings, before these are restored. Raises `IdentityMismatch` if the stored run had other
+        schedulers than this start.
 
         Args:
             start: the stored run's start half.
             step: the step whose state is resumed from.
-
-        Raises:
-            IdentityMismatch: the stored run had other schedulers than this start.
         """
         self._stored, self._start, self._step = dict(start.get("settings", {})), start, step
         self._regrouped = OTHER_RANKS in start and not self.logged
@@ -263,10 +261,8 @@ class Settings:
         self._used |= {name: self._mine[name] for name in mine} | waits
 
     def loaders_made(self) -> None:
-        """Look at a new epoch's loaders; in a resumed run, log differences once, and give a replay the stored size.
-
-        Raises:
-            ConfigurationError: a replay needs batches of the stored size, and the loader cannot give them.
+        """Look at a new epoch's loaders; in a resumed run, log differences once, and give a replay the stored size. Raises
+        `ConfigurationError` if a replay needs batches of the stored size, and the loader cannot give them.
         """
         found = {name: setting.read(self._trainer) for name, setting in _OF_LOADERS.items()}
         again = None if self._start is None else self._start["loads"].get("training", {}).get("again")

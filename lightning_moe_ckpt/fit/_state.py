@@ -122,10 +122,8 @@ class Extras:
 
 
 def require_storable(states: Mapping[str, object]) -> None:
-    """Require that all `states`, on which training depends, can be stored exactly.
-
-    Raises:
-        ConfigurationError: some values cannot be stored; the message names them.
+    """Require that all `states`, on which training depends, can be stored exactly. Raises `ConfigurationError` if some values cannot be
+    stored; the message names them.
     """
     for name, state in states.items():
         reasons = refusals(state)
@@ -461,10 +459,8 @@ def _unwrapped(value: object) -> object:
 class LayerState:
     """Take and restore live capacity and plain attributes of all MoE layers, through the views in their specs.
 
-    Includes the result of `get_extra_state` of modules of any kind, such as the scales of fp8 layers.
-
-    Raises:
-        ConfigurationError: a layer has state that cannot be stored exactly.
+    Includes the result of `get_extra_state` of modules of any kind, such as the scales of fp8 layers. Raises `ConfigurationError` if a
+    layer has state that cannot be stored exactly.
     """
 
     def __init__(self, module: nn.Module, layers: Sequence[MoELayerSpec]) -> None:

@@ -95,10 +95,8 @@ def kind_of(commit: Commit) -> str:
 def select(view: RunView, step: int | None) -> StoredGeneration:
     """Return the generation with this step, or the newest one that a restart would try.
 
-    Of several with one step, usable ones come first, then those of newer incarnations.
-
-    Raises:
-        NoUsableGeneration: there is no such generation with a readable manifest.
+    Of several with one step, usable ones come first, then those of newer incarnations. Raises `NoUsableGeneration` if there is no such
+    generation with a readable manifest.
     """
     stored = view.generations()
     known = sorted({each.generation.step for each in stored if each.commit is not None})

@@ -72,14 +72,12 @@ class StoredTensor:
 
 
 class Assembler:
-    """Assembler for the tensors of one generation with, or with references to, the full state of everything.
+    """Assembler for the tensors of one generation with, or with references to, the full state of everything. Raises `Corrupt` if
+    differences, or the state below them, are damaged.
 
     Args:
         backend: storage with its segments.
         markers: of all ranks, in order; one segment each, or differences to one.
-
-    Raises:
-        Corrupt: differences, or the state below them, are damaged.
     """
 
     def __init__(self, backend: Backend, markers: Sequence[RankMarker]) -> None:
@@ -265,10 +263,8 @@ class Assembler:
         return flat
 
     def _fill(self, out: Tensor, records: Iterable[tuple[int, Replicas]]) -> None:
-        """Read records directly to their places: the first element of a record gives its place.
-
-        Raises:
-            Corrupt: one of them has no good copy; `take_older` may help.
+        """Read records directly to their places: the first element of a record gives its place. Raises `Corrupt` if one of them has no good
+        copy; `take_older` may help.
         """
         wanted: dict[str, list[Wanted]] = {}
         for start, each in records:

@@ -210,15 +210,13 @@ class Foreign:
 
 
 def read_foreign(src: Path, *, weights_only: bool, prefix: str) -> Foreign:
-    """Read a checkpoint; no tensors yet.
+    """Read a checkpoint; no tensors yet. Raises `ConfigurationError` if `src` cannot be read or understood; or the optimizer's numbers do
+    not tell its parameters.
 
     Args:
         src: a `.ckpt`, or a folder of torch DCP or Hugging Face.
         weights_only: whether to leave the optimizer's state and all else that only training needs.
         prefix: begin of all names in the module that the names in `src` lack, such as `model.`.
-
-    Raises:
-        ConfigurationError: `src` cannot be read or understood; or the optimizer's numbers do not tell its parameters.
     """
     content: dict[str, Any] = {}
     if not src.exists():
@@ -348,10 +346,8 @@ def _tensors(name: str, state: Mapping[str, Any]) -> Iterator[tuple[str, LazyTen
 def _names(
     found: Foreign, groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Any], prefix: str
 ) -> dict[Any, str]:
-    """Return the names of the parameters in an optimizer's groups, by its own name or number.
-
-    Raises:
-        ConfigurationError: several assignments are possible, or none is.
+    """Return the names of the parameters in an optimizer's groups, by its own name or number. Raises `ConfigurationError` if several
+    assignments are possible, or none is.
     """
     numbers = [each for group in groups for each in group["params"]]
     said = [

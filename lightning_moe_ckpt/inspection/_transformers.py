@@ -41,10 +41,8 @@ class Tensors(Protocol):
 
 
 def choose_model(module: ModuleEntry, prefix: str | None) -> HuggingFaceEntry:
-    """Return the Hugging Face model in a trained module; `prefix` names it there, and is needed if there are several.
-
-    Raises:
-        ConfigurationError: there is no model, or `prefix` does not choose one.
+    """Return the Hugging Face model in a trained module; `prefix` names it there, and is needed if there are several. Raises
+    `ConfigurationError` if there is no model, or `prefix` does not choose one.
     """
     models = {each.prefix: each for each in module.hugging_face}
     if not models:
@@ -187,10 +185,8 @@ class Adapter:
         return None
 
     def base_names(self, names: Mapping[str, str]) -> dict[str, str]:
-        """Return the base's names without PEFT, each with its stored name, from the names within PEFT.
-
-        Raises:
-            ConfigurationError: a trained tensor is no sum with weights of the base.
+        """Return the base's names without PEFT, each with its stored name, from the names within PEFT. Raises `ConfigurationError` if a
+        trained tensor is no sum with weights of the base.
         """
         if self._others:
             raise ConfigurationError(

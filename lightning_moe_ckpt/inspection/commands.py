@@ -381,10 +381,8 @@ def _states(found: Sequence[Check | Finding]) -> Table:
 def _placed(
     *, nodes: int, ranks_per_node: int, replicas: int, expert_parallel: int, racks: int = 1, stages: int = 1
 ) -> tuple[ReplicaPlacement, list[list[int]]]:
-    """Place replicas as a run on such a cluster does; return also the groups with the same experts.
-
-    Raises:
-        ConfigurationError: no such placement is possible.
+    """Place replicas as a run on such a cluster does; return also the groups with the same experts. Raises `ConfigurationError` if no such
+    placement is possible.
     """
     world_size = nodes * ranks_per_node
     groups = ParallelGroups.placed(0, world_size, ep_size=expert_parallel, num_stages=stages).peers()

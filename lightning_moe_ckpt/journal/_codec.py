@@ -80,24 +80,19 @@ _NATIVE_PATH = type(Path())
 
 
 def encode(value: object, on_host: Mapping[int, Tensor] | None = None) -> bytes:
-    """Encode `value`.
+    """Encode `value`. Raises `CodecError` if a part of `value` is not on the closed list; the message says where it sits and what it is.
 
     Args:
         value: the value to encode.
         on_host: host copies of tensors on a device, by the tensor's `id`. Other tensors are read, which waits for the
             device.
-
-    Raises:
-        CodecError: a part of `value` is not on the closed list; the message says where it sits and what it is.
     """
     return _Encoder(on_host=on_host).encode(value)
 
 
 def decode(data: bytes | bytearray | memoryview) -> Any:
-    """Decode a value; its tensors are on the CPU, in memory of their own.
-
-    Raises:
-        Corrupt: `data` is not, byte for byte, a result of `encode`.
+    """Decode a value; its tensors are on the CPU, in memory of their own. Raises `Corrupt` if `data` is not, byte for byte, a result of
+    `encode`.
     """
     view = memoryview(data).cast("B")
     decoder = _Decoder(view)
@@ -133,11 +128,7 @@ class Written:
 
 
 def written(value: object) -> Written:
-    """Write a value without tensors and arrays.
-
-    Raises:
-        CodecError: see `encode`.
-    """
+    """Write a value without tensors and arrays. Raises `CodecError`, see `encode`."""
     encoder = _Outline()
     text = encoder.node(value)
     assert not encoder.arrays

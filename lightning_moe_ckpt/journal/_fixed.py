@@ -67,10 +67,8 @@ def fixed(value: Any) -> Text | None:
 
 
 def read_named(tag: str, kind: Any, args: list[Any]) -> Any:
-    """Return the value of a description that names a class or function.
-
-    Raises:
-        Missing: there is no such class, or a journal must not ask for it.
+    """Return the value of a description that names a class or function. Raises `Missing` if there is no such class, or a journal must not
+    ask for it.
     """
     bases: dict[str, Any] = {"t": tuple, "m": Enum, "M": Enum, "s": tuple(_NUMBERS), "x": tuple(_BY_TEXT)}
     if tag == "f" and callable(kind):

@@ -204,10 +204,8 @@ def restore_rng(
 ) -> list[str]:
     """Restore every generator with a part in `state`.
 
-    A rank that moved to another local device takes the old device's state along.
-
-    Returns:
-        Names in `generators` or `held` that were captured, and now are missing or of another kind.
+    A rank that moved to another local device takes the old device's state along. Return names in `generators` or `held` that were captured,
+    and now are missing or of another kind.
     """
     if "python" in state:
         random.setstate(_python_words(*state["python"]))

@@ -139,13 +139,10 @@ class Supervised:
     def rejoin(self, timeout: float) -> Store:
         """Arrive at the newest incarnation, and wait for all other ranks to arrive there.
 
-        If that incarnation fails meanwhile, all ranks arrive at the next one.
+        If that incarnation fails meanwhile, all ranks arrive at the next one. Return an empty store for making process groups.
 
         Args:
             timeout: limit in seconds for all ranks to arrive.
-
-        Returns:
-            An empty store for making process groups.
 
         Raises:
             TimeoutError: not all ranks have arrived. Let the error end the process: the supervisor starts all ranks anew.

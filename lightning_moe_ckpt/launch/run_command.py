@@ -241,11 +241,8 @@ def _limits(config: LaunchConfig, options: SupervisorOptions) -> dict[str, int]:
 
 
 def _met(meet: Callable[[], T], where: str, limit: float, *, tell_seconds: float = _TELL_SECONDS) -> T:
-    """Return the result of `meet`, from a thread: torch waits for ever, and without signals, where a stranger takes its
-    connection.
-
-    Raises:
-        CheckpointError: the listener there does not answer in `limit` seconds.
+    """Return the result of `meet`, from a thread: torch waits for ever, and without signals, where a stranger takes its connection. Raises
+    `CheckpointError` if the listener there does not answer in `limit` seconds.
     """
     began, met = time.monotonic(), Future[T]()
 

@@ -96,10 +96,8 @@ def apply_everywhere(
 
 
 def expert_group(layer: ExpertParallelModule) -> dist.ProcessGroup | None:
-    """Return the group that shares a layer's experts; `None` if each rank has them all.
-
-    Raises:
-        ConfigurationError: the layer was built for another number of ranks than the one in force.
+    """Return the group that shares a layer's experts; `None` if each rank has them all. Raises `ConfigurationError` if the layer was built
+    for another number of ranks than the one in force.
     """
     groups = current_groups()
     if groups.ep_size != layer.ep_size:
@@ -113,17 +111,14 @@ def expert_group(layer: ExpertParallelModule) -> dist.ProcessGroup | None:
 def all_to_all_rows(x_ND: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup | None) -> Tensor:
     """Exchange consecutive rows with the ranks of `group`.
 
-    If gradients are recorded, the result requires one even if `x_ND` does not: the exchange of gradients is a
-    collective, and every rank must take part even if its parameters are frozen.
+    If gradients are recorded, the result requires one even if `x_ND` does not: the exchange of gradients is a collective, and every rank
+    must take part even if its parameters are frozen. Return the rows that arrive, by source rank.
 
     Args:
         x_ND: rows, those for rank 0 first.
         send: number of rows for each rank.
         receive: number of rows from each rank.
         group: the expert-parallel ranks; `None` is a world of one and returns `x_ND`.
-
-    Returns:
-        The rows that arrive, by source rank.
     """
     anchor = torch.zeros((), device=x_ND.device, requires_grad=True)
     rows_MD: Tensor = _AllToAll.apply(x_ND, anchor, send, receive, group)  # type: ignore[no-untyped-call]

@@ -81,15 +81,13 @@ def wrappings(state: State) -> dict[str, list[Any]]:
 
 
 def closed(state: State, wrapped: Mapping[str, list[Any]], classes: Mapping[str, type]) -> dict[str, Any]:
-    """Return an opened state with its wrappers, except those with a record that is not loaded yet.
+    """Return an opened state with its wrappers, except those with a record that is not loaded yet. Raises `IdentityMismatch` if a wrapper
+    is of none of these classes.
 
     Args:
         state: the opened state.
         wrapped: result of `wrappings`.
         classes: classes by name that a copy has kept.
-
-    Raises:
-        IdentityMismatch: a wrapper is of none of these classes.
     """
     keys = {f"{key}:{name}": key for key, (_, names, *_) in wrapped.items() for name in names}
     made: dict[str, Any] = {}
@@ -232,11 +230,7 @@ def put_back(
     classes: Mapping[str, type],
     recorded: Recorded = lambda _: (),
 ) -> None:
-    """Replace states by stored values and by the tensors that records have filled.
-
-    Raises:
-        IdentityMismatch: see `closed`.
-    """
+    """Replace states by stored values and by the tensors that records have filled. Raises `IdentityMismatch`, see `closed`."""
     found = by_parameter(stored)
     for fqn, param in params.items():
         live = opened(optimizer.state.get(param) or {})
@@ -309,11 +303,9 @@ def inner_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
 def twin_of(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     """Copy an optimizer with all its attributes and the optimizers among these, without hooks.
 
-    `deepcopy` is of no use: torch's optimizers leave their attributes out. A class with a finaliser is made by its constructor, since
-    the finaliser may free memory that an attribute stands for.
-
-    Raises:
-        TypeError: an attribute cannot be copied, or the constructor needs arguments that the optimizer does not keep.
+    `deepcopy` is of no use: torch's optimizers leave their attributes out. A class with a finaliser is made by its constructor, since the
+    finaliser may free memory that an attribute stands for. Raises `TypeError` if an attribute cannot be copied, or the constructor needs
+    arguments that the optimizer does not keep.
     """
     if hasattr(type(optimizer), "__del__"):
         return _made_anew(optimizer, memo)

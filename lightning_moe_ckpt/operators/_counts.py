@@ -174,13 +174,10 @@ class CountProbe:
             self._handles = [handle for probe in self._layers for handle in probe.install()]
 
     def check(self, total: Callable[[Tensor], Tensor] | None = None) -> list[CountFailure]:
-        """Judge every layer with tokens since `install`. Waits for the device.
+        """Judge every layer with tokens since `install`. Waits for the device. Return layers with wrong counts, as found on this rank.
 
         Args:
             total: sums an int64 vector on the CPU over all ranks, and is called once on each; `None` for one rank.
-
-        Returns:
-            Layers with wrong counts, as found on this rank.
         """
         seen = (
             torch.cat([probe.take() for probe in self._layers]) if self._layers else torch.zeros(0, dtype=torch.int64)
@@ -207,15 +204,13 @@ class CountProbe:
 
 
 def prove_counts(module: nn.Module, step: Callable[[], object], operators: OperatorSet | None = None) -> None:
-    """Prove with one step that experts process the counted tokens.
+    """Prove with one step that experts process the counted tokens. Raises `WrongCounts` if counts are wrong, or a layer got no token; the
+    message names the layer and the reason.
 
     Args:
         module: the model, in training mode.
         step: runs forward and backward on a batch, but no optimizer.
         operators: operators of `module`; `None` to discover them.
-
-    Raises:
-        WrongCounts: counts are wrong, or a layer got no token; the message names the layer and the reason.
     """
     probe = CountProbe(operators if operators is not None else discover(module), module)
     module.zero_grad()

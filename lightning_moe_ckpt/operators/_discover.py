@@ -47,19 +47,14 @@ _MAX_NAMED = 8
 
 
 def discover(module: nn.Module, *, ep_size: int = 1, unknown: Literal["refuse", "dense"] = "refuse") -> OperatorSet:
-    """Find all operators of `module`.
+    """Find all operators of `module`. Return the operators of this rank, in a stable order. Raises `UnknownLayout` if parameters could not
+    be placed or cannot be captured slice by slice; the message names them.
 
     Args:
         module: the model as it will train, with its parameters in place.
         ep_size: ranks that together hold all experts of an expert-parallel layer once.
         unknown: treatment of a block that looks like experts and fits no rule. `dense` takes the block whole, so every rank must
             hold all of the block: with `ep_size` above 1 the block is refused in any case.
-
-    Returns:
-        The operators of this rank, in a stable order.
-
-    Raises:
-        UnknownLayout: parameters could not be placed or cannot be captured slice by slice; the message names them.
     """
     index = ParameterIndex(module)
     refuse = unknown == "refuse" or ep_size > 1
@@ -204,14 +199,12 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 class Placement:
-    """Assigns slices to operators: the constructor places layers, `place_rest` the rest, `operators` returns all.
+    """Assigns slices to operators: the constructor places layers, `place_rest` the rest, `operators` returns all. Raises `UnknownLayout` if
+    two adapters claim one parameter, or an adapter names an absent parameter.
 
     Args:
         index: all parameters.
         layers: MoE layers found in the model.
-
-    Raises:
-        UnknownLayout: two adapters claim one parameter, or an adapter names an absent parameter.
     """
 
     def __init__(self, index: ParameterIndex, layers: Iterable[MoELayerSpec]) -> None:

@@ -57,16 +57,14 @@ class StateSchema:
         mixed: bool = False,
         default_dtype: torch.dtype | None = None,
     ) -> StateSchema:
-        """Return the schema of a torch optimizer.
+        """Return the schema of a torch optimizer. Raises `UnsupportedOptimizer` if its state cannot be captured exactly; the message says
+        why.
 
         Args:
             optimizer: of any class; the state of one without a table is found out with a copy.
             in_parts: whether parts of the state may be restored from different steps; classes without a table are tried then.
             mixed: whether training may go on from parts of different steps.
             default_dtype: torch's default type where the optimizer steps; `None` for what it is now.
-
-        Raises:
-            UnsupportedOptimizer: its state cannot be captured exactly; the message says why.
         """
         layout, default = layout_of(optimizer), default_dtype or torch.get_default_dtype()
         if layout is not None:
@@ -90,10 +88,8 @@ class StateSchema:
     def find_reach(self) -> None:
         """Find out how far the update of an element reaches, as parts of the state are to be restored from different steps.
 
-        Classes of torch in the table are known; all others are tried.
-
-        Raises:
-            UnsupportedOptimizer: the update reaches other parameters or further than declared, or the class could not be tried.
+        Classes of torch in the table are known; all others are tried. Raises `UnsupportedOptimizer` if the update reaches other parameters
+        or further than declared, or the class could not be tried.
         """
         name, self.reach = type(self.optimizer).__qualname__, reach_of(self.optimizer)
         if self.reach.coupling == "global":
@@ -122,11 +118,7 @@ class StateSchema:
         return self._group(param) if type(self.optimizer) in {Adam, AdamW} else None
 
     def has_state(self, param: Tensor) -> bool:
-        """Return whether the optimizer has state of `param` yet.
-
-        Raises:
-            UnsupportedOptimizer: the state is not what the schema says.
-        """
+        """Return whether the optimizer has state of `param` yet. Raises `UnsupportedOptimizer` if the state is not what the schema says."""
         # A momentum buffer may be there and be None.
         state = {key for key, value in self.optimizer.state.get(param, {}).items() if value is not None}
         expected = {entry.key for entry in self.entries(param)}
@@ -210,15 +202,13 @@ class StateSchema:
 
 
 def agreed_schema(make: Callable[[], StateSchema], module: nn.Module, exchange: Exchange) -> StateSchema:
-    """Return a schema with the widest reach that any rank has found. Collective.
+    """Return a schema with the widest reach that any rank has found. Collective. Raises `UnsupportedOptimizer` if `make` raised it on some
+    rank, or ranks found different states; the same on all ranks.
 
     Args:
         make: makes this rank's schema.
         module: owner of the parameters; of one name and shape on several ranks, ranks must find the same state.
         exchange: between all ranks.
-
-    Raises:
-        UnsupportedOptimizer: `make` raised it on some rank, or ranks found different states; the same on all ranks.
     """
     with exchange.raise_together(UnsupportedOptimizer) as rows:
         schema = make()
@@ -425,10 +415,8 @@ def groups_state(optimizer: Optimizer) -> list[dict[str, object]]:
 
 
 def load_groups_state(optimizer: Optimizer, state: Sequence[dict[str, object]]) -> None:
-    """Set the fields that `groups_state` returned. Live tensors are written in place.
-
-    Raises:
-        IdentityMismatch: the optimizer has another number of groups.
+    """Set the fields that `groups_state` returned. Live tensors are written in place. Raises `IdentityMismatch` if the optimizer has
+    another number of groups.
     """
     groups = optimizer.param_groups
     if len(groups) != len(state):

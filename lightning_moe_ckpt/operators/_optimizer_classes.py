@@ -130,10 +130,8 @@ def _with_dtypes(layout: Layout | None, dtypes: Mapping[str, torch.dtype]) -> La
 
 
 def layout_of(optimizer: Optimizer) -> Layout | None:
-    """Return the layout registered for exactly this optimizer class; `None` if it has to be found out.
-
-    Raises:
-        UnsupportedOptimizer: state is distributed among ranks, or an option prevents exact capture; the message says why.
+    """Return the layout registered for exactly this optimizer class; `None` if it has to be found out. Raises `UnsupportedOptimizer` if
+    state is distributed among ranks, or an option prevents exact capture; the message says why.
     """
     cls = type(optimizer)
     for i, group in enumerate(optimizer.param_groups):
@@ -162,10 +160,8 @@ _IN_WORDS = {
 def reach_of(optimizer: Optimizer) -> Reach:
     """Return how far an element's update reaches: what copies show, or what was registered if that is farther.
 
-    Classes of torch in the table are not tried, and what cannot be tried counts as `global`.
-
-    Raises:
-        UnsupportedOptimizer: copies show more than was registered, or communicate.
+    Classes of torch in the table are not tried, and what cannot be tried counts as `global`. Raises `UnsupportedOptimizer` if copies show
+    more than was registered, or communicate.
     """
     cls, known = type(optimizer), _known.get(type(optimizer))
     if cls in _TABLE:

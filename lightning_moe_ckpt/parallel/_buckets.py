@@ -39,15 +39,12 @@ class BucketLayout:
 
 
 def plan_buckets(numels: Mapping[str, int], *, bucket_numel: int, multiple: int) -> BucketLayout:
-    """Lay out parameters given in order of registration.
+    """Lay out parameters given in order of registration. Return the layout; the vector is padded to a multiple of `multiple`.
 
     Args:
         numels: elements per parameter.
         bucket_numel: elements per bucket, before rounding.
         multiple: the group's size; bucket sizes are multiples of it, so that chunks are equal.
-
-    Returns:
-        The layout; the vector is padded to a multiple of `multiple`.
     """
     bucket_numel = _round_up(max(bucket_numel, 1), multiple)
     slots: dict[str, BucketSlot] = {}

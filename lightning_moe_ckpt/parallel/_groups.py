@@ -80,10 +80,8 @@ class ParallelGroups:
 
     @classmethod
     def placed(cls, rank: int, world_size: int, *, ep_size: int = 1, num_stages: int = 1) -> ParallelGroups:
-        """Return the indices of a rank, without process groups.
-
-        Raises:
-            ConfigurationError: `num_stages` and `ep_size` do not divide the world.
+        """Return the indices of a rank, without process groups. Raises `ConfigurationError` if `num_stages` and `ep_size` do not divide the
+        world.
         """
         check_ep_size(ep_size, world_size, num_stages=num_stages)
         return cls(rank=rank, world_size=world_size, ep_rank=rank % ep_size, ep_size=ep_size, num_stages=num_stages)
@@ -258,7 +256,8 @@ def set_current_groups(groups: ParallelGroups | None) -> None:
 def build_groups(
     ep_size: int = 1, timeout: timedelta = timedelta(minutes=30), *, num_stages: int = 1
 ) -> ParallelGroups:
-    """Build every group over the default process group. Collective: all ranks call it at the same point.
+    """Build every group over the default process group. Collective: all ranks call it at the same point. Raises `ConfigurationError` if
+    `ep_size` or `num_stages` does not divide the ranks.
 
     Args:
         ep_size: ranks that share one set of experts; must divide a stage's ranks.
@@ -267,9 +266,6 @@ def build_groups(
 
     Returns:
         This rank's groups. They are not installed; see `set_current_groups`.
-
-    Raises:
-        ConfigurationError: `ep_size` or `num_stages` does not divide the ranks.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     placed = ParallelGroups.placed(rank, world_size, ep_size=ep_size, num_stages=num_stages)

@@ -65,6 +65,9 @@ def global_grad_norm(
 ) -> Tensor:
     """Return the gradient norm of the whole model, over all stages, after reduction. Collective.
 
+    A scalar on the gradients' device, equal in bits for whole gradients and pieces: fp64 if all gradients are and there are no
+    expert-parallel names and stages, otherwise fp32. Raises `ValueError` if `norm_type` is not above zero.
+
     Args:
         named_gradients: gradients in the same order of names on all ranks of a stage; `None` means no gradient.
         expert_parallel: names with different experts on each expert-parallel rank. Equal on all ranks of a stage; a name
@@ -75,13 +78,6 @@ def global_grad_norm(
         device: device of the result if there is no gradient at all.
         whole: elements of the parameter, for names whose gradient here is a flat piece: the interval of `pieces` with this
             rank's index in the group `stage`, or `expert_data` for an expert-parallel name. Equal on that group's ranks.
-
-    Returns:
-        A scalar on the gradients' device, equal in bits for whole gradients and pieces: fp64 if all gradients are and there
-            are no expert-parallel names and stages, otherwise fp32.
-
-    Raises:
-        ValueError: `norm_type` is not above zero.
     """
     if not norm_type > 0:
         raise ValueError(f"`norm_type={norm_type}` must be above zero. Infinity gives the largest absolute value.")

@@ -312,10 +312,8 @@ class GradientReducer:
                 self._contribute(gradient)  # its hook will not run, so its bucket must not wait
 
     def finish(self) -> None:
-        """Wait for the reduction after backward, then set `.grad` and `agreed`.
-
-        Raises:
-            RuntimeError: a collective failed or timed out; the gradients are not usable.
+        """Wait for the reduction after backward, then set `.grad` and `agreed`. Raises `RuntimeError` if a collective failed or timed out;
+        the gradients are not usable.
         """
         if self._sync and not self.armed:
             self.agreed = dict(self.flags)

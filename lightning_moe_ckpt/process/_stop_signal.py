@@ -71,11 +71,7 @@ class StopSignal:
         return self._requested_at is not None
 
     def receive(self) -> bool:
-        """Note a signal; called by the signal handler.
-
-        Returns:
-            Whether the signal is a repetition that means "at once".
-        """
+        """Note a signal; called by the signal handler. Return whether the signal is a repetition that means "at once"."""
         now = time.monotonic()
         if self._received_at is None:
             self._received_at = now

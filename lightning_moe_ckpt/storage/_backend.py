@@ -138,11 +138,8 @@ def chunks_of(views: Sequence[bytes | memoryview], nbytes: int) -> Iterator[memo
 def create_once(backend: Backend, key: str, data: bytes) -> bool:
     """Create `key`; an existing object with exactly `data` counts as success.
 
-    After a time-out or a lost reply the first attempt may have succeeded, and the retry meets our own object. Callers
-    put a nonce into `data` where two writers could otherwise write the same bytes.
-
-    Returns:
-        Whether the key now holds `data`.
+    After a time-out or a lost reply the first attempt may have succeeded, and the retry meets our own object. Callers put a nonce into
+    `data` where two writers could otherwise write the same bytes. Return whether the key now holds `data`.
     """
     try:
         backend.create(key, data)
@@ -211,14 +208,12 @@ def probe_create(
 class Pace:
     """Limit one backend's bandwidth: every writer calls `wait` before each chunk.
 
-    Chunks of all threads get consecutive places on one time line, so together they stay below the rate. The wait blocks
-    only the writing thread and releases the GIL. `wait` also ends a running write whose backend was closed.
+    Chunks of all threads get consecutive places on one time line, so together they stay below the rate. The wait blocks only the writing
+    thread and releases the GIL. `wait` also ends a running write whose backend was closed. Raises `ConfigurationError` if `bandwidth` is
+    not positive.
 
     Args:
         bandwidth: bytes per second; `None` for no limit.
-
-    Raises:
-        ConfigurationError: `bandwidth` is not positive.
     """
 
     def __init__(self, bandwidth: int | None = None) -> None:

@@ -213,7 +213,7 @@ def await_markers(
 ) -> list[StoredMarker]:
     """Poll the listing until every rank's marker for this generation and plan is there, with all its files.
 
-    Listings are polled, never single keys: some stores remember for a while that a key was absent.
+    Listings are polled, never single keys: some stores remember for a while that a key was absent. Return markers in rank order.
 
     Args:
         backend: storage of the run.
@@ -224,9 +224,6 @@ def await_markers(
             deleted the files.
         sleep: pause between two listings, for tests.
         by_receipts: whether receipts may take the place of markers that agree.
-
-    Returns:
-        Markers in rank order.
 
     Raises:
         StorageError: time is up; the message says what each missing rank lacks.

@@ -52,7 +52,8 @@ class FsspecBackend:
         timeout: timedelta = timedelta(seconds=60),
         bandwidth: int | None = None,
     ) -> None:
-        """Open the file system of `url`; nothing is read or written.
+        """Open the file system of `url`; nothing is read or written. Raises `ConfigurationError` if unknown scheme, missing package, or
+        options the file system refuses.
 
         Args:
             url: place of the objects; `memory://` is seen by this process only.
@@ -60,9 +61,6 @@ class FsspecBackend:
             timeout: limit of one call, without the time for its bytes.
             bandwidth: bytes per second that `put` may write, as a mean over objects: an object is written in one call,
                 at the file system's speed. `None` for no limit.
-
-        Raises:
-            ConfigurationError: unknown scheme, missing package, or options the file system refuses.
         """
         self._url = url.rstrip("/") if not url.endswith("://") else url
         self._fs = _file_system(url, dict(storage_options or {}))

@@ -166,10 +166,8 @@ def encode(kind: str, body: object) -> bytes:
 
 
 def decode(data: bytes, form: Form[T], *, kind: str, where: str) -> T:
-    """Decode and check a document with a body of this form; `where` names it in messages.
-
-    Raises:
-        Corrupt: grammar, spelling, digest, kind or version is not as written by `encode`, or the body has another form.
+    """Decode and check a document with a body of this form; `where` names it in messages. Raises `Corrupt` if grammar, spelling, digest,
+    kind or version is not as written by `encode`, or the body has another form.
     """
     if len(data) > MAX_DOCUMENT_NBYTES:
         raise Corrupt(f"{where}: {len(data)} bytes are more than a document has. Another copy may be good.")

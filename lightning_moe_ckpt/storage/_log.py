@@ -238,11 +238,7 @@ class Log:
         """Unreadable entries after the newest readable one; each may have opened an incarnation."""
 
     def read(self) -> History | None:
-        """Read the newest readable entry; `None` if there is no log yet.
-
-        Raises:
-            Corrupt: there are entries, but none can be read.
-        """
+        """Read the newest readable entry; `None` if there is no log yet. Raises `Corrupt` if there are entries, but none can be read."""
         indices = self._indices()
         self._oldest, self._newest = (indices[0], indices[-1]) if indices else (0, -1)
         self._nonce = None
@@ -265,10 +261,8 @@ class Log:
         return None
 
     def append(self, event: dict[str, object], history: History) -> bool:
-        """Create the next entry from an event, see FORMAT.md, and the state after it.
-
-        Returns:
-            False if another process took the index first; nothing that counts was written then.
+        """Create the next entry from an event, see FORMAT.md, and the state after it. Return False if another process took the index first;
+        nothing that counts was written then.
         """
         nonce = uuid.uuid4().hex
         entry = _Entry(self._newest + 1, nonce, event, history)
@@ -286,10 +280,8 @@ class Log:
             self._oldest = first
 
     def news(self, own: History) -> History | None:
-        """Return the state after other processes' entries newer than our newest, whose state is `own`; `None` if there are none.
-
-        Raises:
-            Fenced: a later incarnation or run wrote an entry, the newest entry cannot be read, or our own is gone.
+        """Return the state after other processes' entries newer than our newest, whose state is `own`; `None` if there are none. Raises
+        `Fenced` if a later incarnation or run wrote an entry, the newest entry cannot be read, or our own is gone.
         """
         newest = max(self._indices(log_key(self._newest)), default=-1)
         self._expect_own()

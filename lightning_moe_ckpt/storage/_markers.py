@@ -236,10 +236,8 @@ class Commit:
 
     @classmethod
     def of(cls, stored: Sequence[StoredMarker]) -> Commit:
-        """Build the commit that follows from these markers, in rank order.
-
-        Raises:
-            Corrupt: a rank is missing, or ranks disagree on what they wrote.
+        """Build the commit that follows from these markers, in rank order. Raises `Corrupt` if a rank is missing, or ranks disagree on what
+        they wrote.
         """
         markers = [each.marker for each in stored]
         first = markers[0]
@@ -377,8 +375,9 @@ def carry_forward(
 ) -> tuple[ReferencedEntry, ...]:
     """Return the references of this rank's marker in the generation after `previous`.
 
-    Whole operators are referenced, not single records: generations may cut an operator differently among ranks, but
-    each generation with the operator has all of it.
+    Whole operators are referenced, not single records: generations may cut an operator differently among ranks, but each generation with
+    the operator has all of it. Raises `ValueError` if `previous` is a window of several steps, so its records are not the state of one
+    step.
 
     Args:
         previous: this rank's marker of one of the two newest committed generations, the same generation on all ranks.
@@ -389,9 +388,6 @@ def carry_forward(
     Returns:
         Full records of the lacking operators that this rank stored or referenced in `previous`: one entry per file,
         oldest first.
-
-    Raises:
-        ValueError: `previous` is a window of several steps, so its records are not the state of one step.
     """
     wanted = set(lacking)
     newest = _only(_newest(previous), lambda name, at: name in wanted and at not in bad.get(name, ()))
@@ -402,7 +398,8 @@ def carry_forward(
 def carry_spares(
     previous: RankMarker, lacking: Collection[str], stored: Collection[str], bad: BadCopies = _NONE
 ) -> tuple[ReferencedEntry, ...]:
-    """Return the spares in this rank's marker of the generation after `previous`.
+    """Return the spares in this rank's marker of the generation after `previous`. Raises `ValueError` if `previous` is a window of several
+    steps.
 
     Args:
         previous: as in `carry_forward`; may be of an older generation if nothing is referenced.
@@ -412,9 +409,6 @@ def carry_spares(
 
     Returns:
         Full records, one entry per file, oldest first.
-
-    Raises:
-        ValueError: `previous` is a window of several steps.
     """
     waiting, replaced = set(lacking), set(stored)
     kept = _only(

@@ -57,10 +57,8 @@ class RingHeader:
         return RING_HEADER_NBYTES + sum(slot_class.nbytes * slot_class.slots for slot_class in self.classes)
 
     def extent(self, slot: int, nbytes: int = 0) -> tuple[int, int]:
-        """Return the first byte behind the header, and the bytes, of the slots for `nbytes` from `slot` on.
-
-        Raises:
-            LookupError: there are no such slots.
+        """Return the first byte behind the header, and the bytes, of the slots for `nbytes` from `slot` on. Raises `LookupError` if there
+        are no such slots.
         """
         start, index = 0, slot
         for size, slots in self.classes:
@@ -162,10 +160,8 @@ class MemoryMarker:
         return replace(self, slots={}, experts=tuple(experts), marker=marker)
 
     def places(self, header: RingHeader) -> dict[str, list[tuple[int, int, int]]]:
-        """Return extents by file key: first byte of the file, end, and position behind the ring's header.
-
-        Raises:
-            LookupError: the ring has no such slot.
+        """Return extents by file key: first byte of the file, end, and position behind the ring's header. Raises `LookupError` if the ring
+        has no such slot.
         """
         found: dict[str, list[tuple[int, int, int]]] = {}
         for entry in self.marker.segments:

@@ -380,13 +380,8 @@ class UnfinishedUploads:
         """Reason why the store cannot be asked; `None` as long as none is known."""
 
     def abort(self, prefix: str) -> int:
-        """Abort every upload to a key that starts with `prefix`.
-
-        Returns:
-            Number of aborted uploads; zero if the store cannot be asked.
-
-        Raises:
-            StorageError: a request failed.
+        """Abort every upload to a key that starts with `prefix`. Return number of aborted uploads; zero if the store cannot be asked.
+        Raises `StorageError` if a request failed.
         """
         num_aborted = 0
         for _ in range(_ROUNDS):
@@ -401,10 +396,8 @@ class UnfinishedUploads:
         return num_aborted
 
     def list(self, prefix: str) -> list[Upload]:
-        """List incomplete uploads to keys that start with `prefix`, by this process or any other.
-
-        Raises:
-            StorageError: a request failed.
+        """List incomplete uploads to keys that start with `prefix`, by this process or any other. Raises `StorageError` if a request
+        failed.
         """
         found = list[Upload]()
         if self.why_useless is not None:

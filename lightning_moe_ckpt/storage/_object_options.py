@@ -40,10 +40,8 @@ Apply = Callable[[ObjectOptions, Any], object]
 
 
 def translate(kind: str, storage_options: Mapping[str, object]) -> ObjectOptions:
-    """Return options of s3fs, gcsfs or adlfs as those of obstore, for the store `s3`, `gs` or `az`.
-
-    Raises:
-        Unmapped: obstore does not accept a value.
+    """Return options of s3fs, gcsfs or adlfs as those of obstore, for the store `s3`, `gs` or `az`. Raises `Unmapped` if obstore does not
+    accept a value.
     """
     options = ObjectOptions()
     for key, value in _flat(storage_options):

@@ -63,10 +63,8 @@ def memory_tag(key: str, url: str) -> str:
 
 
 def checked_url(url: object) -> str:
-    """Return a path, as text or as an object, or a URL as text.
-
-    Raises:
-        ConfigurationError: the URL names no place, or is probably a typing error.
+    """Return a path, as text or as an object, or a URL as text. Raises `ConfigurationError` if the URL names no place, or is probably a
+    typing error.
     """
     if not isinstance(url, str | os.PathLike):
         raise ConfigurationError(f"`url={url!r}` is a {type(url).__name__}. Give a path or a URL as text.")
@@ -252,7 +250,8 @@ def open_backend(
     bandwidth: int | None = None,
     patience: timedelta = PATIENCE,
 ) -> Backend:
-    """Choose a backend by the scheme of `url` and put retries around it; nothing is written yet.
+    """Choose a backend by the scheme of `url` and put retries around it; nothing is written yet. Raises `ConfigurationError` if the URL
+    names no place, its scheme is unknown, a package is missing, or options do not fit.
 
     Args:
         url: a path, `file://`, `s3://`, `gs://`, `az://`, or any other URL known to fsspec. Open after a fork, not
@@ -260,9 +259,6 @@ def open_backend(
         storage_options: options of s3fs, gcsfs, adlfs or the URL's fsspec file system; not accepted for paths.
         bandwidth: bytes per second that `put` may write, all threads of this process together; `None` for no limit.
         patience: longest time that a failing operation is retried, without the time for its bytes.
-
-    Raises:
-        ConfigurationError: the URL names no place, its scheme is unknown, a package is missing, or options do not fit.
     """
     backend = open_without_retries(url, storage_options=storage_options, bandwidth=bandwidth)
     for wrap in _wrappers:

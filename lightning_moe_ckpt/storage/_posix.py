@@ -160,11 +160,8 @@ class PosixBackend:
     def _files(self, directory: Path, after: str = "") -> Iterator[os.DirEntry[str]]:
         """Yield files below `directory` in the order of keys, behind a key; tolerates concurrent deletion and follows no links.
 
-        Anything but a file under an object's name is named once and yielded too, as empty: no reader takes it for an
-        object.
-
-        Raises:
-            StorageRefused: a link may lead to a run's object or folder, or a strange entry belongs to the log.
+        Anything but a file under an object's name is named once and yielded too, as empty: no reader takes it for an object. Raises
+        `StorageRefused` if a link may lead to a run's object or folder, or a strange entry belongs to the log.
         """
         for above in self._below_root(directory):
             if above.is_symlink():
@@ -188,10 +185,8 @@ class PosixBackend:
                 yield entry
 
     def _pass_over(self, entry: os.DirEntry[str]) -> None:
-        """Warn, once per path, of a strange entry in place of our file or folder.
-
-        Raises:
-            StorageRefused: a run must not go on without the real file or folder: it is of the log, on top, or behind a link.
+        """Warn, once per path, of a strange entry in place of our file or folder. Raises `StorageRefused` if a run must not go on without
+        the real file or folder: it is of the log, on top, or behind a link.
         """
         said = _strange(Path(entry.path))
         parts = self._key(entry).split("/")

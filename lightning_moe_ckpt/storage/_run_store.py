@@ -225,11 +225,9 @@ class RunStore:
     def promote(self) -> list[GenerationId]:
         """Commit generations that the preceding incarnation finished on every rank but did not commit.
 
-        Call this before `candidates`. Older incarnations are left alone: a later one has already begun from another
-        generation. If the preceding process still runs, it writes the same manifest; the second writer finds it there.
-
-        Returns:
-            Committed generations, oldest first.
+        Call this before `candidates`. Older incarnations are left alone: a later one has already begun from another generation. If the
+        preceding process still runs, it writes the same manifest; the second writer finds it there. Return committed generations, oldest
+        first.
         """
         coordination = self._coordinator()
         coordination.refresh()
@@ -287,14 +285,12 @@ class RunStore:
     def may_need(self, generation: GenerationId, has_more: Callable[[Commit], bool] = lambda _: False) -> bool:
         """Whether a later start may restore the copy of `generation` in memory. Any rank may ask; reads the medium.
 
-        False if another run replaced this one, the log has given the generation up, or a commit is as new.
+        False if another run replaced this one, the log has given the generation up, or a commit is as new. Raises `StorageError` if the
+        medium failed.
 
         Args:
             generation: a generation held in memory.
             has_more: whether memory has newer records than a commit that is as new.
-
-        Raises:
-            StorageError: the medium failed.
         """
         history = Log(self._backend).read()
         if history is None or history.run_id != self.run_id or history.why_dead(generation) is not None:
@@ -305,7 +301,8 @@ class RunStore:
     def open_incarnation(
         self, resumed: GenerationId | None, *, volatile: Collection[GenerationId] = (), foreign: bool = False
     ) -> int | None:
-        """Begin this incarnation from one of the last `candidates`, from a copy in memory, or from nothing.
+        """Begin this incarnation from one of the last `candidates`, from a copy in memory, or from nothing. Raises `ValueError` if
+        `resumed` is neither a candidate nor a generation in memory that the log allows.
 
         Args:
             resumed: the generation that all ranks restored; `None` to start from nothing.
@@ -315,9 +312,6 @@ class RunStore:
         Returns:
             The new incarnation's number, above all numbers stored or in memory. `None` if another process wrote to the
             log since `candidates`; the caller then has to choose again.
-
-        Raises:
-            ValueError: `resumed` is neither a candidate nor a generation in memory that the log allows.
         """
         coordination = self._coordinator()
         if resumed is not None and resumed not in coordination.offered:
@@ -381,11 +375,8 @@ class RunStore:
     def retain(self, retention: Retention) -> list[GenerationId]:
         """Record in the log which generations stay, then delete those that nobody may restore any more.
 
-        The newest generation always stays: until the first own commit, this incarnation's starting point. Older
-        generations whose files a kept one needs stay as well.
-
-        Returns:
-            Deleted generations, oldest first.
+        The newest generation always stays: until the first own commit, this incarnation's starting point. Older generations whose files a
+        kept one needs stay as well. Return deleted generations, oldest first.
 
         Raises:
             Fenced: a later incarnation has begun.

@@ -50,9 +50,7 @@ def read_chunks(backend: Backend, key: str, nbytes: int, *, first: int = 0) -> I
 
 def check_places(segment: SegmentEntry, data: memoryview) -> SegmentLayout:
     """Check that every record of a whole file lies where the marker says, and return the layout in its header; digests are not checked.
-
-    Raises:
-        Corrupt: a record is elsewhere, or the header is damaged.
+    Raises `Corrupt` if a record is elsewhere, or the header is damaged.
     """
     layout = SegmentLayout.parse(data)
     _expect_places(segment, layout)

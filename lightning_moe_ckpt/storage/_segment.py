@@ -55,11 +55,7 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
 def dtype_code(dtype: torch.dtype) -> str:
-    """Return a dtype's name in safetensors files and in markers, e.g. `BF16`.
-
-    Raises:
-        ValueError: the format has no such type.
-    """
+    """Return a dtype's name in safetensors files and in markers, e.g. `BF16`. Raises `ValueError` if the format has no such type."""
     if dtype not in _CODES:
         raise ValueError(_not_stored(dtype))
     return _CODES[dtype]
@@ -107,15 +103,12 @@ class SegmentLayout:
     """Places of all tensors in a segment, in the order given, and the header that describes them."""
 
     def __init__(self, tensors: Sequence[TensorSpec], *, metadata: Mapping[str, str], align: int = _ALIGN) -> None:
-        """Lay tensors out.
+        """Lay tensors out. Raises `ValueError` if a repeated or reserved name, a dtype the format lacks, or a bad alignment.
 
         Args:
             tensors: names must differ; shapes may hold zeros; order is kept.
             metadata: strings for the header; they must not change from step to step.
             align: every tensor starts at a multiple of so many bytes, a power of two up to a page.
-
-        Raises:
-            ValueError: a repeated or reserved name, a dtype the format lacks, or a bad alignment.
         """
         names, kinds = [spec.name for spec in tensors], KindColumns.of([(spec.dtype, spec.shape) for spec in tensors])
         self._lay_out([NameColumns.of(names)], kinds, metadata, align, None)
@@ -235,10 +228,8 @@ class SegmentLayout:
 
     @classmethod
     def parse(cls, data: memoryview) -> SegmentLayout:
-        """Read the layout of a whole segment file.
-
-        Raises:
-            Corrupt: the header is not the one this layout writes, or the file has another size.
+        """Read the layout of a whole segment file. Raises `Corrupt` if the header is not the one this layout writes, or the file has
+        another size.
         """
         layout = cls.of_header(cls.header_in(data))
         if layout.nbytes != data.nbytes:
@@ -247,10 +238,8 @@ class SegmentLayout:
 
     @classmethod
     def of_header(cls, header: bytes) -> SegmentLayout:
-        """Read the layout that a header describes: the file's first bytes, as `header_in` returns them.
-
-        Raises:
-            Corrupt: no layout writes this header.
+        """Read the layout that a header describes: the file's first bytes, as `header_in` returns them. Raises `Corrupt` if no layout
+        writes this header.
         """
         layout = _rebuild(_split_header(memoryview(header)))
         if layout.header != header:

@@ -81,10 +81,8 @@ def keep_threads(launcher: object) -> None:
 def tap_clipping(
     precision: Precision, clip: Callable[[Optimizer, int | float], None], by: Literal["norm", "value"] = "norm"
 ) -> Callable[[], None]:
-    """Route clipping by norm or value through `clip`. Every plugin ends in `clip_grad_by_norm` or `clip_grad_by_value`.
-
-    Returns:
-        A function to remove the tap.
+    """Route clipping by norm or value through `clip`. Every plugin ends in `clip_grad_by_norm` or `clip_grad_by_value`. Return a function
+    to remove the tap.
     """
     return tap(precision, f"clip_grad_by_{by}", clip)
 
@@ -92,10 +90,7 @@ def tap_clipping(
 def tap_zero_grad(trainer: Trainer, hold: Callable[[Callable[[], None] | None], None]) -> Callable[[], None]:
     """Give `hold` the function that zeroes gradients before a batch's backward, and let Lightning call nothing there.
 
-    Uses `_AutomaticOptimization._make_zero_grad_fn`.
-
-    Returns:
-        A function to remove the tap.
+    Uses `_AutomaticOptimization._make_zero_grad_fn`. Return a function to remove the tap.
     """
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
     original = loop._make_zero_grad_fn
@@ -103,10 +98,8 @@ def tap_zero_grad(trainer: Trainer, hold: Callable[[Callable[[], None] | None], 
 
 
 def tap_finetuning(callback: BaseFinetuning, stepped: Callable[[Any], Any]) -> Callable[[], None]:
-    """Let a finetuning callback find, and name, what an optimizer has of each parameter. Uses `_apply_mapping_to_param_groups`.
-
-    Returns:
-        A function to remove the tap.
+    """Let a finetuning callback find, and name, what an optimizer has of each parameter. Uses `_apply_mapping_to_param_groups`. Return a
+    function to remove the tap.
     """
     original = callback._apply_mapping_to_param_groups
 
@@ -126,10 +119,8 @@ def tap_toggling(module: LightningModule, follow: Callable[[Callable[[], None]],
 
 
 def tap_after_closure(precision: Precision, then: Callable[[], object]) -> Callable[[], None]:
-    """Call `then` when gradients are clipped, right before the optimizer steps. Uses `_after_closure`.
-
-    Returns:
-        A function that removes the tap.
+    """Call `then` when gradients are clipped, right before the optimizer steps. Uses `_after_closure`. Return a function that removes the
+    tap.
     """
     original = precision._after_closure
 
@@ -143,10 +134,7 @@ def tap_after_closure(precision: Precision, then: Callable[[], object]) -> Calla
 def tap_found_inf(precision: Precision, combine: Callable[[Tensor], None], device: torch.device) -> Callable[[], None]:
     """Call `combine` on every scaler verdict before it is read; do nothing if the plugin has no scaler.
 
-    Uses `GradScaler._unscale_grads_`, shared by `unscale_` and the check for fused optimizers.
-
-    Returns:
-        A function to remove the tap.
+    Uses `GradScaler._unscale_grads_`, shared by `unscale_` and the check for fused optimizers. Return a function to remove the tap.
     """
     scaler = getattr(precision, "scaler", None)
     if scaler is None:

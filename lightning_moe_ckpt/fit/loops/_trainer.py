@@ -331,10 +331,8 @@ def resume_between_epochs(trainer: Trainer, state: LoopState) -> None:
 def restore_imported(trainer: Trainer, entries: Mapping[str, Any]) -> None:
     """Restore what an imported checkpoint has beside weights and the optimizer's state, as Lightning does from its file.
 
-    Call in `on_fit_start`, when these are loaded.
-
-    Raises:
-        IdentityMismatch: the optimizer has other groups, or parameters in another order.
+    Call in `on_fit_start`, when these are loaded. Raises `IdentityMismatch` if the optimizer has other groups, or parameters in another
+    order.
     """
     log.warning(
         "goes on from an imported checkpoint, which has neither random state nor a place in the data: both are as in a fit with "

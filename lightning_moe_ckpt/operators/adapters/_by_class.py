@@ -53,11 +53,9 @@ from lightning_moe_ckpt.operators.adapters._tutel import describe_tutel
 def describe_deepspeed(fqn: str, block: nn.Module, index: ParameterIndex) -> MoELayerSpec:
     """Describe DeepSpeed's `MoE`: a list of experts behind a gate that pads or drops to one capacity.
 
-    The module that `use_residual` adds beside the list is dense. With `ep_size=1` the marks for DeepSpeed's engine
-    (`allreduce=False`, `group_name`) mean nothing to `MoEStrategy`, which averages all parameters alike.
-
-    Raises:
-        UnknownLayout: the experts are spread over ranks.
+    The module that `use_residual` adds beside the list is dense. With `ep_size=1` the marks for DeepSpeed's engine (`allreduce=False`,
+    `group_name`) mean nothing to `MoEStrategy`, which averages all parameters alike. Raises `UnknownLayout` if the experts are spread over
+    ranks.
     """
     layer: Any = block
     if layer.ep_size > 1:
@@ -92,10 +90,7 @@ def _read_gate(out: tuple[Any, ...]) -> Demand:
 def describe_fastmoe(fqn: str, block: nn.Module, index: ParameterIndex) -> MoELayerSpec:
     """Describe FastMoE's `FMoE` and `FMoETransformerMLP`: a list of experts, or one module with all of them stacked.
 
-    A list may hold modules that are written for stacks, with one expert each.
-
-    Raises:
-        UnknownLayout: the experts are spread over ranks.
+    A list may hold modules that are written for stacks, with one expert each. Raises `UnknownLayout` if the experts are spread over ranks.
     """
     layer: Any = block
     num_experts, experts, gate = int(layer.num_expert), join(fqn, "experts"), join(fqn, "gate")
@@ -126,10 +121,8 @@ _MEGABLOCKS_MATRICES = ("w1", "w2", "v1")
 def describe_megablocks(fqn: str, block: nn.Module, index: ParameterIndex) -> MoELayerSpec:
     """Describe MegaBlocks' `MoE`, which drops over its capacity, or `dMoE`, which drops nothing.
 
-    The matrices have an expert dimension, or the rows of one expert after another's.
-
-    Raises:
-        UnknownLayout: the experts are spread over ranks, or are matrices of other names.
+    The matrices have an expert dimension, or the rows of one expert after another's. Raises `UnknownLayout` if the experts are spread over
+    ranks, or are matrices of other names.
     """
     layer: Any = block
     args, experts, router = layer.experts.args, join(fqn, "experts"), join(fqn, "router")
@@ -159,10 +152,8 @@ def describe_megablocks(fqn: str, block: nn.Module, index: ParameterIndex) -> Mo
 
 
 def describe_megatron(fqn: str, block: nn.Module, index: ParameterIndex) -> MoELayerSpec:
-    """Describe Megatron-core's `MoELayer` with each way in which it has kept experts; shared experts are dense.
-
-    Raises:
-        UnknownLayout: the experts are spread over ranks, or stored in none of the known ways.
+    """Describe Megatron-core's `MoELayer` with each way in which it has kept experts; shared experts are dense. Raises `UnknownLayout` if
+    the experts are spread over ranks, or stored in none of the known ways.
     """
     layer: Any = block
     num_experts, router = int(layer.config.num_moe_experts), join(fqn, "router")
@@ -211,10 +202,8 @@ def _cut_megatron(
 
 
 def _intervals(params: Mapping[str, nn.Parameter], num_experts: int) -> dict[int, tuple[ParamSlice, ...]]:
-    """Return each expert's flat interval of parameters that are viewed as `[E, ...]` whatever their shape; all are equal.
-
-    Raises:
-        UnknownLayout: a parameter's elements cannot be divided by `num_experts`.
+    """Return each expert's flat interval of parameters that are viewed as `[E, ...]` whatever their shape; all are equal. Raises
+    `UnknownLayout` if a parameter's elements cannot be divided by `num_experts`.
     """
     slices: dict[int, list[ParamSlice]] = {expert: [] for expert in range(num_experts)}
     for fqn, param in params.items():
@@ -254,12 +243,9 @@ _TITAN_EXPERTS = ("routed_experts", "experts")
 def describe_torchtitan(fqn: str, block: nn.Module, index: ParameterIndex) -> MoELayerSpec:
     """Describe torchtitan's `MoE`: stacked experts, a router beside them, and the balance state on the block itself.
 
-    Names are those of before and after the experts moved from `experts.w1` into `routed_experts`. Experts are handed
-    counts, not indices, so the router's output is counted. Both the running load and the bias are buffers of the
-    block, the first not persistent; they are captured like every buffer.
-
-    Raises:
-        UnknownLayout: the block has no experts under these names.
+    Names are those of before and after the experts moved from `experts.w1` into `routed_experts`. Experts are handed counts, not indices,
+    so the router's output is counted. Both the running load and the bias are buffers of the block, the first not persistent; they are
+    captured like every buffer. Raises `UnknownLayout` if the block has no experts under these names.
     """
     name, router = _first_present(block, _TITAN_EXPERTS), join(fqn, "router")
     params = index.under(join(fqn, name)) if name is not None else {}
