@@ -180,13 +180,7 @@ class CheckpointFigures:
         return round(stalled * 1e9), round(stood_still * 1e9), captured, persisted
 
     def row(self, now: Report, step: int, ranks_R4: Tensor) -> dict[str, float]:
-        """Return the next row, by name of the figure.
-
-        Args:
-            now: report of this rank.
-            step: step that training has reached.
-            ranks_R4: `own` of every rank.
-        """
+        """Return the next row, by name of the figure, from this rank's report and the `own` figures `ranks_R4` of every rank."""
         clock = time.perf_counter()
         seconds, self._clock = clock - self._clock, clock
         before, self._before = self._before, now

@@ -79,11 +79,8 @@ def _version(name: str) -> str:
 
 
 class Exchange:
-    """Collectives on control values; every method must be called by all ranks. More than one need a control group.
-
-    Args:
-        groups: this rank's place.
-        among: the control group: all ranks, this rank's stage, or its pipeline.
+    """Collectives on control values between all ranks, this rank's stage, or its pipeline: `among`. All of them call every method;
+    more than one rank need a control group.
     """
 
     def __init__(
@@ -367,11 +364,7 @@ def _stat(pid: int) -> list[str]:
 
 
 class Neighbours:
-    """All ranks' processes, as of now. Collective.
-
-    Args:
-        exchange: between all ranks.
-    """
+    """All ranks' processes, as of now. Collective over `exchange`."""
 
     def __init__(self, exchange: Exchange) -> None:
         own: list[str] = []
@@ -407,14 +400,10 @@ class Neighbours:
 
 
 class Segment:
-    """Stages that repeat steps together, without all others, as this rank sees them.
+    """Consecutive stages that repeat steps together, without all others, as this rank sees them.
 
-    Everything goes through the host and gloo, whatever the training backend: nobody has to know shapes before, and one that
-    sends never waits for one that receives, so that two neighbours may send to each other at once.
-
-    Args:
-        groups: this rank's place, within the stages.
-        stages: consecutive stages.
+    Everything goes through the host and gloo, whatever the training backend: nobody has to know shapes before, and a sender never
+    waits for a receiver, so that two neighbours may send to each other at once.
     """
 
     def __init__(self, groups: ParallelGroups, stages: range) -> None:
@@ -432,12 +421,7 @@ class Segment:
 
 
 class _Link:
-    """One border of this rank's stage.
-
-    Args:
-        groups: this rank's place.
-        peer: the rank on the other side.
-    """
+    """A border of this rank's stage, with the rank `peer` on the other side."""
 
     def __init__(self, groups: ParallelGroups, peer: int) -> None:
         self._group, self._peer = groups.group("pipeline_control"), peer
@@ -511,13 +495,7 @@ def agreed_versions(exchange: Exchange) -> dict[str, str]:
 
 
 def warn_of_other_versions(policy: Mapping[str, object], generation: object, now: Mapping[str, str]) -> None:
-    """Warn that a restart may not be exact, if the generation was written by other releases.
-
-    Args:
-        policy: the generation's `policy`.
-        generation: name of the generation.
-        now: releases of this job.
-    """
+    """Warn that a restart may not be exact, if a generation with this `policy` was written by other releases than `now`."""
     stored = policy.get(VERSIONS)
     if stored == now:
         return

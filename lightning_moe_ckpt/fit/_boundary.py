@@ -196,11 +196,8 @@ _TURNS: tuple[tuple[Collection[Moment], Callable[[BoundaryState, Start, Mapping[
 
 
 class Resumption:
-    """Restoration of one stored boundary, moment by moment, from `on_fit_start` until the first batch begins.
-
-    Args:
-        start: the boundary's start half.
-        state, data, moments, random, watched: parts of the `BoundaryRecorder`.
+    """Restoration of one stored boundary, moment by moment, from `on_fit_start` until the first batch begins, from its start half
+    with parts of `BoundaryRecorder`.
     """
 
     def __init__(

@@ -126,11 +126,8 @@ def averaging_callbacks(trainer: Trainer) -> list[Any]:
 
 
 def show_epoch(trainer: Trainer, num_done: int) -> None:
-    """Let the bar show the epoch in which a run resumes: bars learn its number and length only at its start.
-
-    Args:
-        trainer: its loops are where they resume.
-        num_done: batches of the epoch that are not trained again.
+    """Let the bar show the epoch in which a run resumes, without its first `num_done` batches: bars learn number and length only at
+    its start.
     """
     bar, module = trainer.progress_bar_callback, trainer.lightning_module
     if isinstance(bar, (TQDMProgressBar, RichProgressBar)):

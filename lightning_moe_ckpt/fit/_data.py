@@ -70,9 +70,7 @@ _BEGUN: dict[str, dict[str, Any]] = {
 class WatchedData:
     """Generators and workers of loaders, watched from `setup` on: Lightning may make iterators before `on_fit_start`.
 
-    Args:
-        trainer, module, skip, attributes: see `MovedAttributes`.
-        deterministic: whether items of the data set depend on their index alone.
+    `deterministic` says whether items of the data set depend on their index alone; for other arguments see `MovedAttributes`.
     """
 
     random: RngState | None = None
@@ -137,16 +135,7 @@ class RandomSource:
 
 
 class DataRecord:
-    """State of one run's data, and the digest of the next batch.
-
-    Args:
-        trainer: trainer with the loaders.
-        moved: attributes of the user's objects, data's among them.
-        owners: states of module and data module.
-        random: random state of the run.
-        among: returns the exchange of ranks that go on together.
-        on_mismatch: answer to a batch that differs from the original's.
-    """
+    """State of one run's data, and the digest of the next batch; `among` returns the exchange of ranks that go on together."""
 
     def __init__(
         self,
@@ -308,12 +297,11 @@ class DataRecord:
         self.expected = digest if self._compares else None
 
     def compare(self, digest: str | None, *, known: str) -> None:
-        """Compare the next batch before anything trains on it. Collective if a digest was expected. Raises `OtherData` if the batch differs
-        on some rank, and `on_mismatch` is 'stop'.
+        """Compare the next batch's `digest`, if there is any, before anything trains on the batch. Collective if a digest was
+        expected.
 
-        Args:
-            digest: the batch's digest; `None` if it is not compared.
-            known: the user's changes that make other batches, in words; empty if there are none.
+        `known` names the user's changes that make other batches, in words. Raises `OtherData` if the batch differs on some rank,
+        and `on_mismatch` is 'stop'.
         """
         expected, self.expected = self.expected, None
         if expected is None or digest is None:

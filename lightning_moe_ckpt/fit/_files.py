@@ -137,11 +137,7 @@ class CheckpointFiles:
     # -- private
 
     def _repair(self) -> None:
-        """Write files again that the killed run left half written.
-
-        The run was killed while it replaced a file by a newer version. The old content is lost; the file gets the
-        current state.
-        """
+        """Write files again that the run was killed in replacing: the old content is lost, and the file gets the current state."""
         torn = [path for path in self._saved if _torn(path)] if self._trainer.is_global_zero else []
         upstream: Any = getattr(self._strategy, "upstream", None)
         with nullcontext() if upstream is None else upstream.paused():
@@ -237,10 +233,8 @@ class LightningResume:
             self._error = error
 
     def decide(self, *, resumed: bool) -> None:
-        """Raise or drop the error of Lightning's read; call before Lightning restores loops and optimizers.
-
-        Raises:
-            Exception: reading the file failed, and there is no other step to resume from.
+        """Raise the error of Lightning's read, or drop it if there is another step to resume from; call before Lightning restores
+        loops.
         """
         self._resumed = resumed
         if resumed:

@@ -27,12 +27,8 @@ _LIBRARIES = ("lightning", "lightning_moe_ckpt")
 
 
 def inexact_reasons(trainer: Trainer, module: LightningModule, *, replays: bool) -> list[str]:
-    """Return reasons as text for the log; empty if none was recognised. Call when the first batch begins.
-
-    Args:
-        trainer: the trainer in training, with hooks on its model registered.
-        module: the trained module.
-        replays: whether a resume repeats steps with part of the model frozen.
+    """Return reasons as text for the log; empty if none was recognised. Call when the first batch begins; `replays` repeat steps
+    with frozen parts.
     """
     found = [*_of_reduction(trainer), *_of_kernels(module), *_of_copies(trainer), *_of_clocks(trainer)]
     found += _of_loaders(trainer)
@@ -42,13 +38,7 @@ def inexact_reasons(trainer: Trainer, module: LightningModule, *, replays: bool)
 
 
 def gradients_are_seen(trainer: Trainer, module: LightningModule, skip: tuple[type[Callback], ...]) -> bool:
-    """Return whether the user's code is called when gradients exist, and so has to find all of them.
-
-    Args:
-        trainer: trainer with the callbacks.
-        module: the trained module.
-        skip: callbacks not the user's.
-    """
+    """Return whether the user's code, without callbacks in `skip`, is called when gradients exist, and so has to find all of them."""
     hooks = ("on_after_backward", "on_before_optimizer_step")
     return is_overridden("configure_gradient_clipping", module) or _calls(trainer, module, skip, hooks)
 
@@ -57,7 +47,6 @@ def may_edit_unseen(trainer: Trainer, module: LightningModule, skip: tuple[type[
     """Return whether the user's code is called while a boundary is copied, and may change shards without a trace.
 
     Version counters of shards do not count `torch._foreach_*`. Code inside `training_step` is taken to leave weights alone.
-    Arguments as of `gradients_are_seen`.
     """
     hooks = (
         "on_train_batch_start",

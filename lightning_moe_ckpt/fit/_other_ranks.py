@@ -42,14 +42,7 @@ _OF_RANK_0 = {
 
 
 def retold(journals: Sequence[Journal], was: Topology, rank: int, world_size: int) -> Retold:
-    """Return the journal of a boundary for `rank` of `world_size` ranks.
-
-    Args:
-        journals: the writers' journals, by rank.
-        was: the writers' topology.
-        rank: this rank.
-        world_size: this job's number.
-    """
+    """Return the journal of a boundary for `rank` of `world_size` ranks, from the `journals` of its writers, whose topology `was`."""
     if "imported" in journals[0]["start"]:
         return Retold(journals[0], [])
     telling = _Telling(was.world_size // was.pipeline_parallel, rank, world_size)
@@ -171,13 +164,9 @@ class _Telling:
 def placed(trainer: Trainer, start: Journal, *, logged: bool) -> Journal:
     """Return a start half with its position counted in this job's batches, and give the loops this position.
 
-    Samples count as consumed by whole steps. Rank 0 warns about differences. Call once loaders exist and accumulation is in force. Raises
-    `IdentityMismatch` if only users' code, or another package, knows the next samples.
-
-    Args:
-        trainer: trainer with the loaders.
-        start: the start half, from `retold`.
-        logged: whether batches are logged; then data goes on with the pipeline's next batches.
+    Samples count as consumed by whole steps; if batches are `logged`, data goes on with the pipeline's next ones. Rank 0 warns
+    about differences. Call once loaders exist and accumulation is in force. Raises `IdentityMismatch` if only users' code, or
+    another package, knows the next samples.
     """
     was, now, done = start.get("spread") or [_UNSAID], spread_of(trainer), start["batches_done"]
     inside = done and not (logged or start["between_epochs"])

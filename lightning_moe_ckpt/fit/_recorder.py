@@ -148,10 +148,8 @@ class BoundaryRecorder:
         return self._start is not None or self._data.expected is not None
 
     def complete_start(self, batch: str | None) -> Start | None:
-        """Return the finished start half, or `None` if none was asked for; call first in `on_train_batch_start`.
-
-        Args:
-            batch: the batch's digest; `None` if the batch is not compared.
+        """Return the finished start half with the batch's digest, or `None` if none was asked for; call first in
+        `on_train_batch_start`.
         """
         start, self._half, self._start, self._original = self._start, _Half.NONE, None, None
         if self._data.expected is not None:

@@ -212,11 +212,7 @@ class FitSession:
         self.close(keep_memory=True)
 
     def close(self, *, keep_memory: bool = False) -> None:
-        """Undo all changes to the trainer and close the run, after a normal end or an exception.
-
-        Args:
-            keep_memory: see `CheckpointSession.close`.
-        """
+        """Undo all changes to the trainer and close the run, after a normal end or an exception; see `CheckpointSession.close`."""
         if not self.session.replaying:  # in replay the weights are incomplete: no callback may save them
             self._files.remove()
         self._logs.remove()

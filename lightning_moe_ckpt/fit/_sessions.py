@@ -55,12 +55,7 @@ _MOVES = {
 
 
 class Sessions:
-    """The session in force, which `renew` replaces by another one.
-
-    Args:
-        trainer, config, policy, own_callbacks: see `FitSession`.
-        trained: the user's choice of trained parameters, restored while a generation is loaded.
-    """
+    """The session in force, replaced by `renew`; `trained` is the user's choice of parameters, restored while a generation is loaded."""
 
     last_step: int | None = None
     """Step at which training is planned to end; `None` until known, or if only time ends it."""

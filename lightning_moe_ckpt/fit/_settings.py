@@ -199,12 +199,8 @@ class Settings:
     # -- a run is resumed
 
     def resume(self, start: dict[str, Any], step: int) -> None:
-        """Compare with the stored run's settings, before these are restored. Raises `IdentityMismatch` if the stored run had other
-        schedulers than this start.
-
-        Args:
-            start: the stored run's start half.
-            step: the step whose state is resumed from.
+        """Compare with the stored run's settings, in its start half, before these are restored for `step`. Raises
+        `IdentityMismatch` if the stored run had other schedulers than this start.
         """
         self._stored, self._start, self._step = dict(start.get("settings", {})), start, step
         self._regrouped = OTHER_RANKS in start and not self.logged

@@ -242,13 +242,7 @@ _LOOK_SECONDS = 1.0
 
 
 def say_who_is_gone(neighbours: Neighbours | None, newest_step: int | None, error: BaseException) -> None:
-    """Log dead ranks, once per node, if `error` is a collective's and a peer is gone.
-
-    Args:
-        neighbours: the ranks' processes; `None` before they were known.
-        newest_step: newest boundary that all ranks have; `None` if there is none yet.
-        error: exception that ends this fit.
-    """
+    """Log dead ranks, once per node, if `error` is a collective's and a peer is gone, and the newest boundary that all ranks have."""
     if neighbours is None or not is_of_collective(error):
         return
     gone = neighbours.gone(_LOOK_SECONDS)

@@ -88,12 +88,7 @@ _MEANINGS: dict[FencingVerdict, str] = {
 def examine_url(
     url: str, *, storage_options: StorageOptions | None = None, progress: Callable[[str], None] = lambda _: None
 ) -> Conformance:
-    """Run all checks under `url`; takes some seconds, or a minute if requests are slow.
-
-    Args:
-        url: a path or URL. A run that it holds already is not changed.
-        storage_options: as for the callback.
-        progress: called with each check's name before it begins.
+    """Run all checks under `url`, whose run is not changed; takes some seconds, or a minute if requests are slow.
 
     Raises:
         ConfigurationError: the URL cannot be opened.

@@ -219,14 +219,9 @@ class _Job:
 def state_dict_names(
     stored: Iterable[str], module: ModuleEntry, *, leave_out: Sequence[str], ties: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the names in the file, each with its stored name. Raises `ConfigurationError` if a name in `ties` is taken, or its stored name
-    does not exist.
+    """Return the names in the file, each with its stored name: without those that match `leave_out`, with those in `ties`.
 
-    Args:
-        stored: stored names of parameters and buffers.
-        module: description of the trained module.
-        leave_out: patterns of names to leave out.
-        ties: further names, each with the stored name that it stands for.
+    Raises `ConfigurationError` if a name in `ties` is taken, or its stored name does not exist.
     """
     known = set(stored)
     unsaved = set(module.unsaved)

@@ -58,12 +58,7 @@ _PATIENCE = timedelta(minutes=1)
 def import_run(backend: Backend, src: Path, *, weights_only: bool, prefix: str, part_nbytes: int) -> Row:
     """Write another tool's checkpoint to an empty place, as a generation at its step; return the facts for the user.
 
-    Args:
-        backend: result of `open_backend`.
-        src: see `read_foreign`, also for `weights_only` and `prefix`.
-        weights_only: whether to import nothing else.
-        prefix: begin of names.
-        part_nbytes: bytes in a part, of which one is in memory at a time, and a tensor.
+    For `weights_only` and `prefix` see `read_foreign`; a part and a tensor are in memory at a time.
 
     Raises:
         ConfigurationError: `src` cannot be read, or the place has checkpoints.

@@ -86,13 +86,8 @@ class Leftover:
 
 
 def answer(*, tag: str | None, clear: bool, force: bool, dry_run: bool) -> Answer:
-    """List, and clear if asked to, the files of runs in this node's shared memory.
-
-    Args:
-        tag: name of the run in memory; `None` for all runs.
-        clear: remove files without a process.
-        force: also remove files held by a process.
-        dry_run: only list the files that would be removed.
+    """List, and clear if asked to, the files in this node's shared memory, for the run `tag` or all; `force` also removes files
+    held by a process.
     """
     directory = shared_directory()
     found = [leftover for leftover in leftovers(directory) if tag in (None, leftover.tag)]

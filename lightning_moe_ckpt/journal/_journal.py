@@ -26,11 +26,7 @@ _LENGTH = struct.Struct("<Q")
 
 
 class JournalOverflow(Exception):
-    """A journal is larger than its record. The session catches this error and reports it.
-
-    Attributes:
-        nbytes: bytes that the journal needs.
-    """
+    """A journal needs `nbytes`, more than its record has. The session catches this error and reports it."""
 
     def __init__(self, nbytes: int, capacity: int) -> None:
         super().__init__(
@@ -56,12 +52,7 @@ class JournalCapacity:
 
 
 def encode_journal(journal: Journal, capacity: int, on_host: Mapping[int, Tensor] | None = None) -> bytes:
-    """Encode a journal to bytes for a record's start.
-
-    Args:
-        journal: the journal to encode.
-        capacity: bytes of the record.
-        on_host: see `encode`.
+    """Encode a journal to bytes for the start of a record with `capacity` bytes; `on_host` as for `encode`.
 
     Raises:
         JournalOverflow: the bytes do not fit.

@@ -33,12 +33,9 @@ def capture_rng(
     held: Mapping[str, HeldGenerator] | None = None,
     last: RngState | None = None,
 ) -> RngState:
-    """Return copies of all generators' states in this process.
+    """Return copies of all generators' states in this process, with those of loaders and held by other objects.
 
-    Args:
-        generators: generators of loaders, by names that are the same in every process of the run.
-        held: generators of other objects, by such names.
-        last: an earlier result, returned again if nothing was drawn since.
+    Names are the same in every process. `last`, an earlier result, is returned again if nothing was drawn since.
     """
     state: RngState = Constant(
         torch=torch.get_rng_state(),

@@ -89,14 +89,7 @@ class _Join(IntEnum):
 
 
 class SupervisingAgent(LocalElasticAgent):
-    """One node's agent.
-
-    Args:
-        spec: torch's description of the workers to start.
-        output: the ranks' console.
-        options: limits and means for failures.
-        of_torch: further arguments of torch's agent.
-    """
+    """One node's agent. The ranks' console is `output`; further arguments are for torch's agent."""
 
     def __init__(self, spec: WorkerSpec, output: RankOutput, options: SupervisorOptions, **of_torch: Any) -> None:
         super().__init__(spec, output, **of_torch)

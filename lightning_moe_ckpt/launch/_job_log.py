@@ -117,17 +117,10 @@ class EventLog:
 
 
 class NodeWatch:
-    """Watch over the next node's supervisor: each supervisor counts up, and looks at the next one's count.
+    """Watch over the next node's supervisor: each supervisor counts up, and looks at the next count for `patience` seconds at most.
 
-    Ranks of a killed supervisor are not replaced: nobody starts processes there. Torch's rendezvous finds out too, but nodes ask
-    it only when they meet.
-
-    Args:
-        log: log of this round.
-        node: this node's number.
-        num_nodes: number of nodes.
-        name: this node's name, for messages.
-        patience: seconds of silence after which a supervisor is gone.
+    Ranks of a killed supervisor are not replaced: nobody starts processes there. Torch's rendezvous finds out too, but nodes ask it
+    only when they meet.
     """
 
     def __init__(self, log: EventLog, node: int, num_nodes: int, name: str, patience: float) -> None:
@@ -137,10 +130,8 @@ class NodeWatch:
         log.note(f"node/{node}", name)
 
     def look(self, seconds: float) -> str | None:
-        """Return the next node's number and name if its supervisor is gone, else None.
-
-        Args:
-            seconds: seconds since the last look, without those in which this process stood still.
+        """Return the next node's number and name if its supervisor is gone, else None; without `seconds` in which this process
+        stood still.
         """
         self._since += seconds
         if self._next == self._node or self._since < self._patience / _LOOKS:

@@ -278,11 +278,7 @@ class Label:
 
 
 class RankOutput(LogsSpecs):
-    """Pipes from all processes of this node to the console and to files.
-
-    Args:
-        files: torch's choice of files for lines.
-    """
+    """Pipes from all processes of this node to the console and to torch's choice of files."""
 
     def __init__(self, files: LogsSpecs) -> None:
         super().__init__()

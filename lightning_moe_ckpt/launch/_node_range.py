@@ -23,11 +23,10 @@ _PAST = datetime.min.replace(tzinfo=timezone.utc)
 
 
 class NodeRange:
-    """One node's view of meetings; without effect on those of a fixed number of nodes.
+    """One node's view of meetings, by torch's rendezvous, which answers otherwise from then on; without effect on a fixed number of
+    nodes.
 
-    Args:
-        handler: torch's rendezvous, with other answers to torch's agent from then on.
-        grow_seconds: least time from a start of all ranks to the next with more nodes.
+    Starts of all ranks with more nodes are `grow_seconds` apart, or more.
     """
 
     def __init__(self, handler: object, grow_seconds: float) -> None:

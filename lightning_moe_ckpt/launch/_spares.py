@@ -30,15 +30,7 @@ _OF_ONE_RANK = ("RANK", "LOCAL_RANK", "ROLE_RANK")
 
 
 class Spares:
-    """One node's spares.
-
-    Args:
-        wanted: number of spares.
-        command: a spare's command; empty for the ranks' command.
-        output: console for ranks and spares.
-        board: queue of ends and connections.
-        say: gets a sentence when no more spares are started.
-    """
+    """One node's spares, started by `command`, or the ranks' command; `say` gets a sentence when no more are started."""
 
     def __init__(
         self, wanted: int, command: tuple[str, ...], output: RankOutput, board: Switchboard, say: Callable[[str], None]
@@ -49,11 +41,7 @@ class Spares:
         self._taken: set[int] = set()
 
     def start(self, context: Any) -> None:
-        """Start the missing spares.
-
-        Args:
-            context: torch's `SubprocessContext`, with the environment of ranks.
-        """
+        """Start the missing spares in torch's `SubprocessContext` for ranks."""
         while len(self._waiting) < self._wanted:
             environment = {name: str(value) for name, value in context.envs[0].items() if name not in _OF_ONE_RANK}
             member = self.start_process(context, environment | {SPARE: "1"}, Label("spare"), self._command)

@@ -137,15 +137,11 @@ class Supervised:
         return bool(self._newest > self.incarnation)
 
     def rejoin(self, timeout: float) -> Store:
-        """Arrive at the newest incarnation, and wait for all other ranks to arrive there.
+        """Arrive at the newest incarnation, wait `timeout` seconds for all other ranks there, and return an empty store for process
+        groups.
 
-        If that incarnation fails meanwhile, all ranks arrive at the next one. Return an empty store for making process groups.
-
-        Args:
-            timeout: limit in seconds for all ranks to arrive.
-
-        Raises:
-            TimeoutError: not all ranks have arrived. Let the error end the process: the supervisor starts all ranks anew.
+        If that incarnation fails meanwhile, all ranks arrive at the next one. Raises `TimeoutError` if not all ranks have arrived:
+        let the error end the process, and the supervisor starts all ranks anew.
         """
         prefix = self.arrive(timeout)
         # A spare may wait for its place before it has imported torch.
@@ -184,24 +180,17 @@ class Supervised:
                 self._call_abort()
 
     def confirm(self, timeout: float) -> RankFailure | None:
-        """Return the failure behind an exception of this process.
+        """Return the failure that ended this process's incarnation, behind an exception here; None if no rank has failed.
 
-        Args:
-            timeout: seconds for the supervisor to learn of the failure. A connection may end before its process has.
-
-        Returns:
-            The failure that ended this process's incarnation; None if no rank has failed, so the exception is an error of
-            this process.
+        The supervisor has `timeout` seconds to learn of the failure. A connection may end before its process has.
         """
         with self._changed:
             self._changed.wait_for(lambda: self.failed or self._lost, timeout)
             return self._failures.get(self.incarnation)
 
     def call_off(self, why: str) -> None:
-        """Let the supervisors end this incarnation although all its ranks live: they meet again in the next one.
-
-        Args:
-            why: predicate of a sentence about this rank, for messages.
+        """Let the supervisors end this incarnation although all its ranks live, because this rank `why`: they meet again in the
+        next one.
         """
         self._connection.sendall(encode({"called_off": self.incarnation, "why": why}))
 
@@ -327,10 +316,8 @@ class Beats(NamedTuple):
 
 
 class Heartbeat:
-    """Page of memory in which a rank's main thread counts its steps; writing there needs no system call.
-
-    Args:
-        descriptor: descriptor of the page, owned by this object from then on; without one, a new page is made.
+    """Page of memory in which a rank's main thread counts its steps; writing there needs no system call. Without `descriptor`, a
+    new page.
     """
 
     _LAYOUT = struct.Struct("<qqdqq")

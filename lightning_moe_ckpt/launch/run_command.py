@@ -73,23 +73,9 @@ def run(
     grow_every: float = 300.0,
     flush_timeout: float = 600.0,
 ) -> int:
-    """Start the ranks of a job on this node, and keep it running.
+    """Start the ranks of a job on this node, and keep it running; arguments are the options of `moe-ckpt run`, times in seconds.
 
-    Args:
-        command: script, or module, and its arguments.
-        torchrun: options of torchrun, as it takes them.
-        module: whether the script is a module's name.
-        spares: processes of this node that wait for a place.
-        spare_at: `strategy` or `imports`, up to where they run.
-        max_failures: most failures, as a number or like `10 per 1h`; more end the job.
-        recover_timeout: seconds from a failure until training goes on; then all ranks are started anew.
-        hang_timeout: least silence in seconds within a step that counts as a hang.
-        node_timeout: seconds for which MIN nodes, or more, wait for another one.
-        grow_every: least seconds from a start of all ranks to the next one that lets nodes in.
-        flush_timeout: most seconds to store the generations in memory of a failed job; 0 to leave them there.
-
-    Returns:
-        0 if all ranks have ended well, 1 if the job was given up, 128 and its number after a signal.
+    Return 0 if all ranks have ended well, 1 if the job was given up, 128 and its number after a signal.
     """
     options = SupervisorOptions(
         spares=spares,

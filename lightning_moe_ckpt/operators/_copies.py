@@ -81,13 +81,9 @@ def wrappings(state: State) -> dict[str, list[Any]]:
 
 
 def closed(state: State, wrapped: Mapping[str, list[Any]], classes: Mapping[str, type]) -> dict[str, Any]:
-    """Return an opened state with its wrappers, except those with a record that is not loaded yet. Raises `IdentityMismatch` if a wrapper
-    is of none of these classes.
+    """Return an opened state with wrappers from `wrappings`, except those with a record that is not loaded yet.
 
-    Args:
-        state: the opened state.
-        wrapped: result of `wrappings`.
-        classes: classes by name that a copy has kept.
+    Raises `IdentityMismatch` if a wrapper has none of `classes`, kept by a copy.
     """
     keys = {f"{key}:{name}": key for key, (_, names, *_) in wrapped.items() for name in names}
     made: dict[str, Any] = {}
@@ -156,12 +152,7 @@ class _Alike:
 
 
 class Beyond:
-    """State of an optimizer beyond its parameters' records.
-
-    Args:
-        optimizer: the live optimizer.
-        recorded: the keys in records.
-    """
+    """State of an optimizer beyond its parameters' records, with the keys `recorded`."""
 
     def __init__(self, optimizer: Optimizer, recorded: Recorded = lambda _: ()) -> None:
         self._optimizer, self._recorded = optimizer, recorded

@@ -32,12 +32,7 @@ log = rank_logger(__name__)
 
 
 class TokenCounts:
-    """Sums of one layer's tokens, probabilities or capacity per expert, on the device where they arise.
-
-    Args:
-        num_experts: E, over all ranks.
-        dtype: float64 for probabilities; integer sums are exact in any order.
-    """
+    """Sums of one layer's tokens, probabilities (float64) or capacity per expert, all `num_experts`, on the device where they arise."""
 
     def __init__(self, num_experts: int, dtype: torch.dtype = torch.int64) -> None:
         self.num_experts = num_experts

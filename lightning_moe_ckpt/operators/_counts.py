@@ -147,10 +147,6 @@ class CountProbe:
 
     Call `install` before a batch, and `check` after backward, before the optimizer steps and gradients are cleared. All
     micro-batches of a step lie in between. The probe changes no value and draws no random number.
-
-    Args:
-        operators: operators of `module`.
-        module: the model; hooks are registered on its modules while installed.
     """
 
     def __init__(self, operators: OperatorSet, module: nn.Module) -> None:
@@ -174,10 +170,9 @@ class CountProbe:
             self._handles = [handle for probe in self._layers for handle in probe.install()]
 
     def check(self, total: Callable[[Tensor], Tensor] | None = None) -> list[CountFailure]:
-        """Judge every layer with tokens since `install`. Waits for the device. Return layers with wrong counts, as found on this rank.
+        """Return layers with wrong counts, judged with their tokens since `install`, as found on this rank. Waits for the device.
 
-        Args:
-            total: sums an int64 vector on the CPU over all ranks, and is called once on each; `None` for one rank.
+        Of several ranks, `total` sums an int64 vector on the CPU over all, and is called once on each.
         """
         seen = (
             torch.cat([probe.take() for probe in self._layers]) if self._layers else torch.zeros(0, dtype=torch.int64)

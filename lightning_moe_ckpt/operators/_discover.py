@@ -298,12 +298,7 @@ class Placement:
 
 
 class _DenseGroups:
-    """Assigns each dense parameter to a group.
-
-    Args:
-        module: the model.
-        fqns: names of the dense parameters.
-    """
+    """Assigns each dense parameter, `fqns`, to a group."""
 
     def __init__(self, module: nn.Module, fqns: Iterable[str]) -> None:
         self._modules = dict(module.named_modules(remove_duplicate=False))

@@ -343,10 +343,8 @@ class OperatorSet:
         return sum(layer.num_experts for layer in self.layers)
 
     def loads(self, counts: Tensor | Sequence[int]) -> dict[str, int]:
-        """Return the tokens of each expert operator on this rank. Raises `ValueError` for counts of another length.
-
-        Args:
-            counts: tokens over all layers and experts, from `LoadCounter.read_and_reset`.
+        """Return the tokens of each expert operator on this rank from `LoadCounter.read_and_reset`. Raises `ValueError` for counts
+        of another length.
         """
         values = counts.tolist() if isinstance(counts, Tensor) else list(counts)
         if len(values) != self.num_experts:

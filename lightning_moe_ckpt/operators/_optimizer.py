@@ -202,13 +202,10 @@ class StateSchema:
 
 
 def agreed_schema(make: Callable[[], StateSchema], module: nn.Module, exchange: Exchange) -> StateSchema:
-    """Return a schema with the widest reach that any rank has found. Collective. Raises `UnsupportedOptimizer` if `make` raised it on some
-    rank, or ranks found different states; the same on all ranks.
+    """Return a schema with the widest reach that any rank has found by `make`. Collective over `exchange`, all ranks.
 
-    Args:
-        make: makes this rank's schema.
-        module: owner of the parameters; of one name and shape on several ranks, ranks must find the same state.
-        exchange: between all ranks.
+    Ranks must find the same state for parameters with one name and shape. Raises `UnsupportedOptimizer`, on all ranks, if they do
+    not, or if `make` raised it on some rank.
     """
     with exchange.raise_together(UnsupportedOptimizer) as rows:
         schema = make()
@@ -246,11 +243,7 @@ def _found_states(schema: StateSchema, module: nn.Module) -> dict[str, str]:
 
 
 class DiscoveredSchema(StateSchema):
-    """Schema of an optimizer whose class is in no table. Make it with `StateSchema.of`.
-
-    Args:
-        optimizer, default_dtype, mixed: see `StateSchema.of`.
-    """
+    """Schema of an optimizer whose class is in no table. Make it with `StateSchema.of`."""
 
     def __init__(self, optimizer: Optimizer, default_dtype: torch.dtype, *, mixed: bool) -> None:
         self._found, self._mixed = FoundLayout(optimizer), mixed

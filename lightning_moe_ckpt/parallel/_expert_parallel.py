@@ -113,9 +113,7 @@ def _gate_refusal(layer: Any) -> str | None:
 def refuse_tutel(root: nn.Module, ignored: Collection[str]) -> str | None:
     """Return why a model with Tutel layers cannot train under `MoEStrategy`; `None` if it can.
 
-    Args:
-        root: the model.
-        ignored: parameters that the user hides from DistributedDataParallel, as Tutel's examples do with all experts.
+    Tutel's examples hide all experts from DistributedDataParallel: `ignored`.
     """
     for fqn, layer in _layers(root):
         reason = tutel_refusal(layer)

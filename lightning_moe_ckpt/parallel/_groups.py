@@ -304,12 +304,7 @@ def check_ep_size(ep_size: int, world_size: int, *, num_stages: int = 1) -> None
 
 
 class _Maker:
-    """Maker of this rank's groups; all ranks take part in making each group.
-
-    Args:
-        placed: this rank's place.
-        timeout: limit for one collective of a group.
-    """
+    """Maker of this rank's groups; all ranks take part in making each group."""
 
     def __init__(self, placed: ParallelGroups, timeout: timedelta) -> None:
         self._placed, self._timeout = placed, timeout
@@ -406,16 +401,8 @@ def _is_of_collective(error: BaseException) -> bool:
 
 
 def init_fresh_process_group(backend: str, *, rank: int, world_size: int, timeout: timedelta) -> None:
-    """Initialise the default process group over a store that no other incarnation has used.
-
-    Args:
-        backend: backend's name, e.g. `gloo`.
-        rank: this process's rank.
-        world_size: the job's processes.
-        timeout: limit for joining, and for each collective.
-
-    Raises:
-        CheckpointError: not all ranks joined in time.
+    """Initialise the default process group over a store that no other incarnation has used. Raises `CheckpointError` if not all
+    ranks joined in `timeout`, the limit for each collective too.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     shared = PrefixStore(_PREFIX, TCPStore(host, port, is_master=False, timeout=timeout))

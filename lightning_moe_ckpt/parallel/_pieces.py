@@ -93,13 +93,7 @@ class _Columns:
 
 
 class ShardBuckets:
-    """Memory for all pieces of some parameters, in buckets `[R, C]`.
-
-    Args:
-        shards: by name, in order of registration; their parameters have one type and device.
-        group: ranks that share the parameters.
-        bucket_nbytes: bytes per bucket.
-    """
+    """Memory for all pieces of some parameters with one type and device, by name in order of registration, in buckets `[R, C]`."""
 
     def __init__(self, shards: Mapping[str, OptimizerShard], group: dist.ProcessGroup, bucket_nbytes: int) -> None:
         first, ranks = next(iter(shards.values())).whole, group.size()
@@ -177,13 +171,9 @@ class ShardBuckets:
 
 
 class PieceExchange:
-    """Exchanges pieces between owners behind a reduction: gradients that the user's code reads or keeps, and weights.
+    """Exchanges pieces between owners behind a reduction, in `lane`: gradients that the user's code reads or keeps, and weights.
 
-    Args:
-        shards: by name.
-        make: makes buckets for some shards.
-        lane: runs the collectives.
-        whole_gradients: whether all ranks gather gradients behind each reduction.
+    With `whole_gradients`, all ranks gather gradients behind each reduction.
     """
 
     def __init__(

@@ -55,10 +55,7 @@ class _Owner:
 class FrozenHeap:
     """Leave objects alive at `freeze` out of collections until `thaw`.
 
-    Nothing happens if collections are switched off or objects are frozen already, since other code decided that.
-
-    Args:
-        wanted: `False` makes all methods do nothing.
+    Nothing happens if not `wanted`, if collections are switched off or objects are frozen already, since other code decided that.
     """
 
     def __init__(self, *, wanted: bool) -> None:
@@ -68,12 +65,10 @@ class FrozenHeap:
 
     @contextmanager
     def keeping(self, *, when: bool = True) -> Iterator[None]:
-        """Suspend collections in this context, and leave its new objects out of later collections, until `thaw`.
+        """Suspend collections in this context, and leave its new objects out of later collections, until `thaw`; nothing unless
+        `when`.
 
         Later collections would walk all of these objects several times, and find nothing.
-
-        Args:
-            when: `False` does nothing.
         """
         if not when:
             yield

@@ -28,13 +28,10 @@ R = TypeVar("R")
 
 
 class StallMeter:
-    """Sums of seconds per cause since the start.
+    """Sums of seconds per cause since the start; waits of a CUDA device are measured too.
 
-    Causes in use: `arrival`, `dense`, `exchange`, `fence`, `flush`, `gradients`, `heap`, `journal`, `plan`. A wait
-    inside a measured wait counts in both.
-
-    Args:
-        device: device of training; waits of a CUDA device are measured too.
+    Causes in use: `arrival`, `dense`, `exchange`, `fence`, `flush`, `gradients`, `heap`, `journal`, `plan`. A wait inside a
+    measured wait counts in both.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:

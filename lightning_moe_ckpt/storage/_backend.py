@@ -106,13 +106,9 @@ class Backend(Protocol):
 
 
 def expect_readable(key: str, nbytes: int, where: str, read_range: Callable[[str, int, memoryview], None]) -> None:
-    """Raise `Corrupt` if an object is too large to be read whole, before any of it is read.
+    """Raise `Corrupt` if an object at `where` is too large to be read whole, before any of it is read.
 
-    Args:
-        key: key of the object.
-        nbytes: the object's size.
-        where: path or URL, for the message.
-        read_range: see `Backend.get_range`; reads the document at the start of a large marker, which states its size.
+    The document at the start of a large marker states its size, and is read by `read_range`, see `Backend.get_range`.
     """
     most = MAX_DOCUMENT_NBYTES if key.endswith((".json", COMMITTED)) else MAX_MARKER_NBYTES
     if key.endswith(".done") and MAX_DOCUMENT_NBYTES < nbytes <= most:
@@ -206,14 +202,11 @@ def probe_create(
 
 
 class Pace:
-    """Limit one backend's bandwidth: every writer calls `wait` before each chunk.
+    """Limit one backend's `bandwidth`, bytes per second or `None`: every writer calls `wait` before each chunk.
 
-    Chunks of all threads get consecutive places on one time line, so together they stay below the rate. The wait blocks only the writing
-    thread and releases the GIL. `wait` also ends a running write whose backend was closed. Raises `ConfigurationError` if `bandwidth` is
-    not positive.
-
-    Args:
-        bandwidth: bytes per second; `None` for no limit.
+    Chunks of all threads get consecutive places on one time line, so together they stay below the rate. The wait blocks only the
+    writing thread and releases the GIL. `wait` also ends a running write whose backend was closed. Raises `ConfigurationError` if
+    `bandwidth` is not positive.
     """
 
     def __init__(self, bandwidth: int | None = None) -> None:

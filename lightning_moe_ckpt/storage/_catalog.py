@@ -247,12 +247,9 @@ def read_constants(backend: Backend, policy: Any) -> tuple[SegmentEntry, ...]:
 
 
 def sweep_constants(backend: Backend, catalog: Catalog, *, incarnation: int) -> int:
-    """Delete constants that no manifest names, and return their bytes.
+    """Delete constants that no manifest names, and return their bytes; nothing if some manifest cannot be read.
 
-    Args:
-        backend: storage of the run.
-        catalog: stored generations; if some manifest cannot be read, nothing is deleted.
-        incarnation: oldest incarnation whose constants stay: they may be about to be named.
+    Those from `incarnation` on stay: they may be about to be named.
     """
     places = [(each, place) for each in backend.list(CONST_PREFIX) if (place := parse_const_key(each.key)) is not None]
     old = [each for each, place in places if place[0] < incarnation]

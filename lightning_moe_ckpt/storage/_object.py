@@ -353,15 +353,7 @@ class Upload:
 
 
 class UnfinishedUploads:
-    """The incomplete uploads of one bucket.
-
-    Args:
-        bucket: the bucket's name.
-        config: obstore's configuration of the store; botocore finds missing values where obstore does.
-        client: obstore's HTTP options.
-        certificates: file with certificates of trusted authorities.
-        timeout: seconds for one request.
-    """
+    """The incomplete uploads of one bucket; botocore finds missing values of `config` where obstore does."""
 
     page_size = 1000
 
@@ -380,7 +372,8 @@ class UnfinishedUploads:
         """Reason why the store cannot be asked; `None` as long as none is known."""
 
     def abort(self, prefix: str) -> int:
-        """Abort every upload to a key that starts with `prefix`. Return number of aborted uploads; zero if the store cannot be asked.
+        """Abort every upload to a key that starts with `prefix`; return how many, zero if the store cannot be asked.
+
         Raises `StorageError` if a request failed.
         """
         num_aborted = 0

@@ -50,14 +50,10 @@ def place_of(url: str) -> str:
 
 
 def memory_tag(key: str, url: str) -> str:
-    """Return the common part of the names of a run's shared memory: 32 hexadecimal digits.
+    """Return the common part of the names of a run's shared memory: 32 hexadecimal digits, from its secret and its URL.
 
-    Only readers of the log can compute it. A copy of the run's directory gets another tag, because the shared memory
-    belongs to the job at the original place.
-
-    Args:
-        key: secret of the run, from its log.
-        url: the run's URL.
+    Only readers of the log can compute it. A copy of the run's directory gets another tag, because the shared memory belongs to the
+    job at the original place.
     """
     return hashlib.blake2b(place_of(url).encode(), key=bytes.fromhex(key), digest_size=16).hexdigest()
 

@@ -62,11 +62,8 @@ class Retention:
             raise ConfigurationError(f"`Retention(days={days!r})` must be above zero, or None.")
 
     def reasons(self, restorable: Sequence[Commit], doubtful: Sequence[GenerationId]) -> dict[GenerationId, str]:
-        """Return the generations that stay, each with the reason.
-
-        Args:
-            restorable: committed and whole generations, newest first.
-            doubtful: committed generations that cannot be read now; the medium may be unavailable.
+        """Return the generations that stay, each with the reason, from restorable ones, newest first, and ones that cannot be read
+        now.
         """
         reasons: dict[GenerationId, str] = {}
         if self.every_n_steps is not None:
@@ -101,15 +98,10 @@ def _milestones(generations: Iterable[GenerationId], every: int) -> list[Generat
 def advanced_history(
     history: History, stay: Iterable[GenerationId], restorable: Sequence[GenerationId]
 ) -> History | None:
-    """Return the history after giving up all but `stay`; `None` if nothing more is given up.
+    """Return the history after giving up all but `stay`, with those that others need; `None` if nothing more is given up.
 
-    Counted from the newest, the watermark is the last generation before the first gap. Older generations are kept by
-    name.
-
-    Args:
-        history: the log's state.
-        stay: generations to keep, including those that others need.
-        restorable: all restorable generations and those that they need, newest first.
+    Counted from the newest, the watermark is the last generation before the first gap in `restorable` and needed ones, newest
+    first. Older generations are kept by name.
     """
     stay = set(stay)
     goes = next((index for index, generation in enumerate(restorable) if generation not in stay), None)
@@ -124,13 +116,9 @@ def advanced_history(
 def doomed_generations(
     catalog: Catalog, history: History, *, incarnation: int, run_of: Callable[[GenerationId], str | None]
 ) -> dict[GenerationId, str]:
-    """Return the generations to delete, oldest first, each with the reason.
+    """Return the generations to delete, oldest first, each with the reason; the watermark is in the history already.
 
-    Args:
-        catalog: all stored generations.
-        history: the log's state, with the watermark already appended.
-        incarnation: number of the newest incarnation.
-        run_of: returns the run that wrote a committed generation; `None` if unknown.
+    `run_of` returns the run that wrote a committed generation; `None` if unknown.
     """
     own = (incarnation, history.nonce)
     ours = [g for g, contents in catalog.items() if (g.incarnation, g.nonce) == own and contents.committed]
@@ -249,12 +237,7 @@ class Survey:
         return cls(usable, [found for found in judged if isinstance(found, PassedOver)], catalog)
 
     def read(self, check: Callable[[GenerationId], str | None], number: int) -> Survey:
-        """Return this survey with `damaged` filled: files are read, newest first, until `number` generations are good.
-
-        Args:
-            check: reads all files of a generation and its referenced files; returns a defect, or `None`.
-            number: good generations to find.
-        """
+        """Return this survey with `damaged` filled: `check` reads files, newest first, until `number` generations have no defect."""
         damaged: dict[GenerationId, str] = {}
         whole, _ = self._sound()
         for commit in whole:

@@ -264,12 +264,9 @@ class RunStore:
         return self._coordinator().history.why_dead(generation)
 
     def why_foreign(self, generation: GenerationId, seen: GenerationId | None) -> str | None:
-        """Return the reason why a generation in memory does not descend from the stored log; `None` if it does, or is
-        dead.
+        """Return why a generation in memory does not descend from the stored log; `None` if it does, or is dead.
 
-        Args:
-            generation: a generation held in memory.
-            seen: newest commit known when memory took the generation.
+        The newest commit known when memory took the generation is `seen`.
         """
         coordination = self._coordinator()
         history = coordination.history
@@ -285,12 +282,8 @@ class RunStore:
     def may_need(self, generation: GenerationId, has_more: Callable[[Commit], bool] = lambda _: False) -> bool:
         """Whether a later start may restore the copy of `generation` in memory. Any rank may ask; reads the medium.
 
-        False if another run replaced this one, the log has given the generation up, or a commit is as new. Raises `StorageError` if the
-        medium failed.
-
-        Args:
-            generation: a generation held in memory.
-            has_more: whether memory has newer records than a commit that is as new.
+        False if another run replaced this one, the log has given the generation up, or a commit is as new, unless memory `has_more`
+        than that. Raises `StorageError` if the medium failed.
         """
         history = Log(self._backend).read()
         if history is None or history.run_id != self.run_id or history.why_dead(generation) is not None:
@@ -332,12 +325,9 @@ class RunStore:
         return coordination.incarnation
 
     def commit(self, own: RankMarker, *, timeout: timedelta, cancelled: Callable[[], bool] = lambda: False) -> Commit:
-        """Wait until every rank's marker agrees with `own` and all its files are there, then publish the manifest.
+        """Wait until every rank's marker agrees with `own`, already stored, and all its files are there, then publish the manifest.
 
-        Args:
-            own: the coordinator's marker, already stored.
-            timeout: how long to wait for the other ranks.
-            cancelled: polled while waiting; true ends the wait.
+        Waiting ends after `timeout`, or once `cancelled`, which is polled.
 
         Raises:
             Fenced: a later incarnation has begun.

@@ -67,11 +67,8 @@ class LastingFault:
 
 
 class StorageFaults:
-    """Faults around every call of this process's storage.
-
-    Args:
-        active: present faults of storage.
-        reached: called before every call that is a phase, with the step of its generation.
+    """Faults around every call of this process's storage; `reached` is called before every call that is a phase, with its
+    generation's step.
     """
 
     def __init__(
@@ -156,17 +153,9 @@ def flip_stored_bit(url: str, storage_options: Mapping[str, object] | None, rank
 
 
 def flip_memory_bit(directory: Path, tag: str, kind: MemoryKind, rank: int, draws: random.Random) -> str:
-    """Flip a bit in the newest whole generation in a memory file with this tag.
+    """Flip a bit in the newest whole generation in a memory file with this tag, and return text for the log.
 
-    Args:
-        directory: shared memory of this node.
-        tag: tag of the run at its place.
-        kind: `ring`: captures of `rank` itself; `replica`: this node's copies for any other rank.
-        rank: number of this process.
-        draws: generator for the choice of file and bit.
-
-    Returns:
-        Text for the log; also if there is nothing to damage yet.
+    A `ring` has captures of `rank` itself, a `replica` this node's copies for any other rank.
     """
     copies = [copy for copy in _copies(directory, tag) if copy[1].kind == kind]
     if kind == "ring":

@@ -77,11 +77,7 @@ class PersistentWorkers:
                 self._taps[index] = _LoaderTap(loader)
 
     def before_iter(self, restored: Mapping[int, States] | None) -> None:
-        """Prepare the loaders for a new epoch's iterators.
-
-        Args:
-            restored: in a restart, the workers' first state, by index of their loader.
-        """
+        """Prepare the loaders for a new epoch's iterators; in a restart with the workers' first state, by index of their loader."""
         self._begin(restored or {}, training=True)
 
     def resume(self, restored: Mapping[int, States]) -> None:
@@ -313,13 +309,8 @@ MOMENTS = ("epoch", "iter", "first_fetch", "last_fetch", "fetch")
 
 
 class EpochMoments:
-    """Random state at moments of the epoch under way, and before fetches that influence later ones.
-
-    A restart draws from there as this process did.
-
-    Args:
-        trainer: trainer with the loaders.
-        take_random: returns the random state.
+    """Random state at moments of the epoch under way, and before fetches that influence later ones: a restart draws from there as
+    this process did.
     """
 
     def __init__(self, trainer: Trainer, take_random: Callable[[], RngState]) -> None:

@@ -105,15 +105,11 @@ def restore_metrics(trainer: Trainer, module: LightningModule, state: MetricStat
 
 
 def settled(state: MetricState, module: LightningModule, rank: int, *, says: bool = True) -> MetricState:
-    """Return a rank's state from a state with lists, one entry per writer; any other state unchanged.
+    """Return a rank's state from a state with lists, one entry per writer, as after a resume on other ranks; any other state
+    unchanged.
 
-    At the epoch's end, ranks reduce to the same value as if all writers had taken part.
-
-    Args:
-        state: result of `take_metrics`, with lists after a resume on other ranks.
-        module: the module with the metrics.
-        rank: this rank's place in its pipeline stage.
-        says: whether to log metrics without a known reduction.
+    At the epoch's end, ranks reduce to the same value as if all writers had taken part. With `says`, metrics without a known
+    reduction are logged.
     """
     metrics = dict(module_metrics(module))
     epoch = {

@@ -218,12 +218,7 @@ class StepOutcome:
         self._undo = tap_clipping(self._plugin, self._clip), by_value, tap_after_closure(self._plugin, self._closed)
 
     def follow(self, original: Mapping[str, Any] | None, clipped: Callable[[], None] | None) -> None:
-        """Use the results of the `original` step, if any; call before the step.
-
-        Args:
-            original: the step's outcome in the original run.
-            clipped: called after clipping and the user's hooks on gradients, right before the optimizer steps.
-        """
+        """Use the results of the `original` step, if any; call before the step. `clipped` is called right before the optimizer steps."""
         self._original, self._clipped = original, clipped
 
     def follow_overflow(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:

@@ -375,12 +375,9 @@ def restore_ended(trainer: Trainer, state: LoopState) -> None:
 
 
 def resume_mid_epoch(trainer: Trainer, state: LoopState, position: Callable[[], None]) -> None:
-    """Continue inside an epoch; call before the fit loop runs.
+    """Continue inside an epoch with the result of `LoopProgress.take`; call before the fit loop runs.
 
-    Args:
-        trainer: the trainer whose loops get `state`.
-        state: the result of `LoopProgress.take`.
-        position: moves the data fetcher past the consumed batches; called once its iterator exists.
+    `position` moves the data fetcher past the consumed batches, as soon as its iterator exists.
     """
     epoch_loop = trainer.fit_loop.epoch_loop
     _load_loops(trainer, state)  # "restarting" makes the fit loop skip this epoch's start hooks, which have run

@@ -85,13 +85,9 @@ class Graph(Protocol):
 
 
 class Node:
-    """A mutable object with searched attributes.
+    """A mutable object with searched attributes, but for `left_out`, names not the user's; `None` if none are searched.
 
-    Args:
-        name: its name.
-        each: the object.
-        left_out: names of attributes not the user's; `None` if no attributes are searched.
-        is_new: whether the object was made in training; otherwise its state at the first look is the reference.
+    Without `is_new`, the object was not made in training, and its state at the first look is the reference.
     """
 
     tag = "o"

@@ -181,11 +181,8 @@ def held_by(objects: Mapping[str, object]) -> dict[str, HeldGenerator]:
 
 
 def places_of(roots: Iterable[tuple[str, object]], seen: set[int]) -> GeneratorPlaces:
-    """Return where objects hold generators: containers and keys, by names that begin with the objects' names.
-
-    Args:
-        roots: objects by name.
-        seen: identities of objects to pass over; searched objects are added.
+    """Return where objects hold generators: containers and keys, by names that begin with the objects'. Searched objects are added
+    to `seen`.
     """
     return {place: at for name, each in roots for place, at in _places(name, each, seen, _DEPTH)}
 

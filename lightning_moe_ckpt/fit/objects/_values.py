@@ -401,12 +401,7 @@ class Values:
 
 
 class _Parts:
-    """First values of plain attributes of a model's parts. There may be thousands of parts, and most never change.
-
-    Args:
-        plain: names of at least one plain attribute of each part, by the part's name.
-        owners: the parts.
-    """
+    """First values of `plain` attributes, by part, for a model's parts. There may be thousands of parts, and most never change."""
 
     def __init__(self, plain: Mapping[str, Sequence[str]], owners: Mapping[str, object]) -> None:
         self._names, self._owners = list(plain), [owners[name] for name in plain]
