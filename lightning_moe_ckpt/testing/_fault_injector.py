@@ -300,10 +300,8 @@ class Effects:
         return own is not None and _leader_of(lost, own) == self._record.rank
 
     def strike(self, name: str, fault: Fault, step: int) -> str:
-        """Carry out the fault. Does not return if the fault ends this process.
-
-        Returns:
-            Its outcome as text; empty if the kind says everything.
+        """Carry out the fault. Does not return if the fault ends this process. Return its outcome as text; empty if the kind says
+        everything.
         """
         if fault.kind in LASTING:
             self._begin(LastingFault(name=name, fault=fault, step=step, since=time.time()))

@@ -130,11 +130,7 @@ def phase_of(call: StorageCall) -> tuple[FaultPhase, int] | None:
 
 
 def flip_stored_bit(url: str, storage_options: Mapping[str, object] | None, rank: int, draws: random.Random) -> str:
-    """Flip a bit in a segment of `rank` in the newest generation at `url`.
-
-    Returns:
-        Text for the log; also if there is nothing to damage yet.
-    """
+    """Flip a bit in a segment of `rank` in the newest generation at `url`. Return text for the log; also if there is nothing to damage yet."""
     backend = Retrying(open_without_retries(url, storage_options=storage_options))  # not through faults of storage
     try:
         view = RunView.open(backend)

@@ -40,10 +40,8 @@ def record_folder(given: str | Path | None, default_root: str | Path) -> Path:
 
 
 class FaultRecord:
-    """Writer of this rank's record, to a folder that is the same in every attempt, and on all nodes if racks are to be lost.
-
-    Raises:
-        ConfigurationError: nothing can be written there.
+    """Writer of this rank's record, to a folder that is the same in every attempt, and on all nodes if racks are to be lost. Raises
+    `ConfigurationError` if nothing can be written there.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
