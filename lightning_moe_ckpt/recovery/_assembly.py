@@ -206,10 +206,8 @@ class Assembly:
         self._is_first = True
 
     def requests(self) -> list[Request]:
-        """Return the reads of the next round; none if the assembly is done.
-
-        Raises:
-            Exhausted: a record is bad everywhere, and `may_be_lost` is false.
+        """Return the reads of the next round; none if the assembly is done. Raises `Exhausted` if a record is bad everywhere, and
+        `may_be_lost` is false.
         """
         try:
             runs = self._runs()

@@ -111,18 +111,10 @@ class Restored:
 
 
 class RestoreAttempt:
-    """One attempt at one generation; all ranks make it together, and every method is collective.
+    """One attempt to bring one version; all ranks make it together, and every method is collective.
 
-    Args:
-        transport: to the other ranks.
-        reader: of the copies that this rank reaches.
-        inventory: of all ranks.
-        version: the version to bring.
-        alive: versions that the run's log allows, sources for the experts of a partial generation.
-        digests: this rank's marker digests in manifests, by version in storage.
-        allow_missing: whether to go on without experts with no good copy.
-        message_nbytes: most bytes per message.
-        num_stages: pipeline stages of consecutive ranks, each with its own token ledger.
+    Sources for the experts of a partial generation are versions `alive`, allowed by the run's log. With `allow_missing`, it goes on
+    without experts with no good copy. Pipeline stages, `num_stages`, are consecutive ranks, each stage with its own token ledger.
     """
 
     def __init__(

@@ -244,14 +244,9 @@ def deliver(
     wanted: Sequence[Tensor],
     message_nbytes: int = MESSAGE_NBYTES,
 ) -> None:
-    """Copy every part to its place on every rank. Collective.
+    """Copy every part, by this rank's `moves`, from its buffers of records read to its place on every rank. Collective.
 
-    Args:
-        transport: to the other ranks.
-        all_moves: of this rank, from `moves`.
-        read: this rank's buffers of records that it has read, uint8.
-        wanted: this rank's buffers of records that it wants, uint8.
-        message_nbytes: bytes after which a message ends.
+    Buffers are uint8; a message ends after `message_nbytes`.
     """
     rank = transport.rank
     outgoing: dict[int, list[list[Move]]] = {}

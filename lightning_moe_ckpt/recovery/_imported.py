@@ -28,10 +28,8 @@ _Field = tuple[str, str]
 
 
 def fit_imported(brought: BroughtRecords, tensors: Sequence[HeldRecord], module: nn.Module, exchange: Exchange) -> None:
-    """Convert records to the model's precision; `tensors` are wanted by all ranks. Collective.
-
-    Raises:
-        IdentityMismatch: names, shapes, or the keys of the optimizer's state are not those of the model.
+    """Convert records to the model's precision; `tensors` are wanted by all ranks. Collective. Raises `IdentityMismatch` if names, shapes,
+    or the keys of the optimizer's state are not those of the model.
     """
     wanted = {_stored_as(each.record.kind, each.record.fqn, each.record.state_key): each.record for each in tensors}
     records = [each.record for each in brought.records if each.record.fqn]

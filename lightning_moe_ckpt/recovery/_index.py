@@ -70,13 +70,8 @@ def add_links(links: dict[int, list[LinkSource]], marker: RankMarker, own: Seque
 def named_links(
     marker: RankMarker, own: Sequence[Replica], *, is_base: bool, rank: int | None = None
 ) -> Iterator[LinkSource]:
-    """Yield the links of a chain that a marker names: its own files, then the files it follows on, the base first.
-
-    Args:
-        marker: marker of a base, or of differences.
-        own: copies of its own files.
-        is_base: whether `marker` is a base's.
-        rank: rank that reads; by default the marker's.
+    """Yield the links of a chain that a marker, of a base or of differences, names: its own files, then the files it follows on,
+    the base first.
     """
     for entry in marker.segments:
         yield LinkSource(entry, own, is_base)
@@ -95,13 +90,7 @@ class RecordIndex:
         self._excluded: set[tuple[str, Version]] = set()
 
     def add(self, source: Version, entry: SegmentEntry, copies: Collection[Replica]) -> None:
-        """Add a file's records.
-
-        Args:
-            source: version of the records.
-            entry: the file; a step may have several.
-            copies: copies that have the file.
-        """
+        """Add a file's records; a step may have several files."""
         known: dict[int, bool] = {}
         for record in entry.records:
             steps = self._full[record.operator, source] if record.kind == FULL else self._others[source]
@@ -152,12 +141,7 @@ class RecordIndex:
 
 
 def stored_index(marker: RankMarker, older: Iterable[ReferencedEntry] | None = None) -> RecordIndex:
-    """Return the index of a rank's part of a generation in storage.
-
-    Args:
-        marker: names the part's own files.
-        older: older files with parts of the generation; by default all that the marker references.
-    """
+    """Return the index of a rank's part of a generation in storage, with `older` files or all that the marker references."""
     named = [*marker.referenced, *marker.spares] if older is None else older
     index = RecordIndex()
     files = [(marker.generation, entry) for entry in marker.segments] + [(e.generation, e.segment) for e in named]
@@ -236,14 +220,9 @@ def _stretches(
 def newest_whole(
     offered: Mapping[str, Mapping[Version, int]], sizes: Mapping[str, int]
 ) -> tuple[dict[str, Version], list[str]]:
-    """Choose every operator's generation.
+    """Return the newest generation that supplies the whole operator, by operator; and the operators without any.
 
-    Args:
-        offered: elements available to all ranks together, by operator and generation.
-        sizes: elements of every operator.
-
-    Returns:
-        The newest generation that supplies the whole operator, by operator; and the operators without any.
+    Elements available to all ranks together are `offered`, by operator and generation.
     """
     chosen, missing = {}, []
     for name, size in sizes.items():

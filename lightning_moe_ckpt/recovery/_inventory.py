@@ -234,13 +234,10 @@ class Inventory:
         return self.in_storage | self.in_memory
 
     def usable(self, alive: Collection[Version]) -> list[Version]:
-        """Return the versions of which every rank can be given its part, newest first.
+        """Return the versions of which every rank can be given its part, and which are `alive` by the run's log, newest first.
 
-        The smallest of the ranks' newest versions would not do, since another rank may lack it. Two incarnations can
-        hold the same step with different bits, so versions name their incarnation, and the plan.
-
-        Args:
-            alive: versions that the run's log allows.
+        The smallest of the ranks' newest versions would not do, since another rank may lack it. Two incarnations can hold the same
+        step with different bits, so versions name their incarnation, and the plan.
         """
         return sorted(self.offers.whole.union(self.committed).intersection(alive), reverse=True)
 
@@ -277,13 +274,7 @@ class Inventory:
 
 
 class Reader:
-    """Reader of the copies in memory and in storage that existed at its construction.
-
-    Args:
-        run_id: copies of other runs are refused.
-        memory: of this node.
-        storage: the tier of commits.
-    """
+    """Reader of the copies in this node's memory and in storage that existed at its construction; copies of other runs are refused."""
 
     def __init__(self, run_id: str, memory: Tier, storage: Tier) -> None:
         self._run_id, self._memory, self._storage = run_id, memory, storage

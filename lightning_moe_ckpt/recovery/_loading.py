@@ -292,19 +292,10 @@ def replay_of(
     may_skip: bool,
     as_user: Callable[[Journal], None],
 ) -> tuple[WindowLayout, Replay]:
-    """Make ready to load a generation; its first records are on their way to all ranks when this returns. Collective.
+    """Return a verified generation's layout, and its replay, for `load_found`; its first records are on their way to all ranks.
+    Collective.
 
-    Args:
-        found: a verified generation.
-        view: live state to write to.
-        groups: this rank's place.
-        exchange: control exchange.
-        engine: copies host memory into live tensors.
-        may_skip: see `Replay`.
-        as_user: see `Replay`.
-
-    Returns:
-        The generation's layout, and its replay, for `load_found`.
+    For `may_skip` and `as_user` see `Replay`.
 
     Raises:
         IdentityMismatch: the segments are not laid out as this model, plan and world require.
@@ -355,10 +346,8 @@ def _layout_of(found: RestoreSource, view: StateView, groups: ParallelGroups, ex
 def restored_window(
     record: PlanRecord, chosen: RestorePlan, view: StateView, groups: ParallelGroups, journal_nbytes: int
 ) -> WindowLayout:
-    """Return the layout of a restored state: its generation's, with experts cut as in their own generations.
-
-    Raises:
-        IdentityMismatch: the plan is for other experts.
+    """Return the layout of a restored state: its generation's, with experts cut as in their own generations. Raises `IdentityMismatch` if
+    the plan is for other experts.
     """
     window = lay_out(record, view, groups, journal_nbytes)
     if not chosen.is_partial:
@@ -419,14 +408,9 @@ def note_recovery(
     outcome: Journal,
     operators: OperatorSet,
 ) -> None:
-    """Bring a generation's journal up to date: tokens as of now, and bad copies; log both.
+    """Bring a generation's journal up to date, in its outcome half: tokens as of now, and bad copies; log both.
 
-    Args:
-        generation: the restored generation.
-        chosen: sources of its experts; without partial sources nothing is noted.
-        tokens: of the generations that supply experts.
-        outcome: outcome half of its journal, changed in place.
-        operators: of this rank.
+    Without partial sources in `chosen` nothing is noted.
     """
     if not chosen.is_partial:
         return

@@ -72,15 +72,7 @@ StoredFacts = tuple[Facts, list[str]]
 
 
 class RunOpener:
-    """This rank's access to the run under a URL.
-
-    Args:
-        url: place of the run.
-        storage_options: for the backend.
-        exchange: control exchange between ranks.
-        groups: this rank's place.
-        bandwidth: bytes per second that this rank may write; `None` for no cap.
-    """
+    """This rank's access to the run under a URL; `bandwidth` limits the bytes per second that this rank may write."""
 
     def __init__(
         self,
@@ -217,15 +209,7 @@ class RunOpener:
 
 
 class Search:
-    """One look at all generations; every method is collective.
-
-    Args:
-        store: of the run; on rank 0 the coordinator's.
-        exchange: control exchange between ranks.
-        memory: of this rank's node.
-        job: the job to resume.
-        any_memory: whether generations in memory may be taken against the log.
-    """
+    """One look at all generations for `job`; every method is collective. With `any_memory`, memory may be taken against the log."""
 
     def __init__(
         self,
@@ -259,11 +243,7 @@ class Search:
     def run(self, listed: object) -> RestoreSource | None:
         """Return the newest generation available to all ranks, with this rank's part; `None` without any.
 
-        Args:
-            listed: commits in storage, as the coordinator has listed them.
-
-        Raises:
-            IdentityMismatch: the run was written by another model, optimizer or world.
+        Commits in storage are `listed`. Raises `IdentityMismatch` if the run was written by another model, optimizer or world.
         """
         assert isinstance(listed, list)
         *stored, self.reasons = listed
@@ -468,12 +448,7 @@ class Search:
     def _is_alike(self, stored: Commit | RankMarker, markers: Sequence[RankMarker] = ()) -> bool:
         """Return whether a generation is of these ranks in this layout; false if other ranks may have written it. Collective.
 
-        Args:
-            stored: says who wrote the generation.
-            markers: of all its writers, where that is known to be so.
-
-        Raises:
-            IdentityMismatch: the model differs, or the layout does and must not.
+        Raises `IdentityMismatch` if the model differs, or the layout does and must not.
         """
         if IMPORTED in stored.policy:
             return False  # of no ranks; the records say whether the model is the same

@@ -20,12 +20,7 @@ log = rank_logger(__name__)
 
 
 def joined_outcome(outcomes: Sequence[Mapping[str, Any]], stage_size: int) -> Journal:
-    """Return a boundary's outcome with all stages' experts, in order, and ranks' popularity added up.
-
-    Args:
-        outcomes: by rank.
-        stage_size: number of ranks in each stage.
-    """
+    """Return a boundary's outcome with all stages' experts, in order, and ranks' popularity added up, from the outcomes by rank."""
     found, firsts = dict(outcomes[0]), outcomes[::stage_size]
     if "scalars" in found:
         found["scalars"] = dict(chain.from_iterable(each["scalars"].items() for each in firsts))

@@ -97,15 +97,9 @@ _OF_NONE = -1
 
 
 class Recut:
-    """One attempt to bring one version for other ranks; every method is collective.
+    """One attempt to bring one version for other ranks, from versions `alive` by the run's log; every method is collective.
 
-    Args:
-        exchange: between all ranks.
-        reader: of the copies that this rank reaches.
-        inventory: of all ranks.
-        version: the version to bring.
-        alive: versions that the run's log allows.
-        digests: returns a writer's marker digests in manifests, by version in storage.
+    A writer's marker digests in manifests, by version in storage, come from `digests`.
     """
 
     def __init__(
@@ -142,15 +136,13 @@ class Recut:
         return [marker for marker in found if marker is not None]
 
     def bring(self, markers: Sequence[RankMarker], job: ResumeRequest, store: RunStore) -> RestoreSource | None:
-        """Return the generation as if this job's ranks had taken it; `None`, on all ranks, if some record has no good copy.
+        """Return the generation as if this job's ranks had taken it; `None`, on all ranks, if some record has no good copy. Raises
+        `IdentityMismatch` if the records lack something that the model has.
 
         Args:
             markers: of all writers, from `markers`.
             job: the job to resume.
             store: of the run, for constants.
-
-        Raises:
-            IdentityMismatch: the records lack something that the model has.
         """
         policy, view, generation = markers[0].policy, job.view, self.version.generation
         with understood(f"{generation}: its plan"):

@@ -69,12 +69,10 @@ class Transport(Protocol):
         """Send plain values to single ranks; return this rank's, each behind its sender, in one order. Collective."""
 
     def transfer(self, sends: Sequence[RankBytes], receives: Sequence[RankBytes]) -> Callable[[], None]:
-        """Begin to send and to receive; between two ranks messages arrive in the order of sending.
+        """Begin to send and to receive, and return a function to wait for all messages; until then the views stay untouched.
 
-        Not collective: a rank without messages need not call it. Sizes of sent and received messages must be equal.
-
-        Returns:
-            Function to wait for all messages; until then the views stay untouched.
+        Between two ranks messages arrive in the order of sending, and sizes must be equal. Not collective: a rank without messages
+        need not call it.
         """
 
 
@@ -148,13 +146,7 @@ TransferStep = tuple[Sequence[FetchRequest], Sequence[FetchRequest]]
 
 
 def transfer_steps(fetches: Sequence[FetchRequest], rank: int, message_nbytes: int) -> list[TransferStep]:
-    """Return the steps of one rank.
-
-    Args:
-        fetches: of all ranks, in the same order on all.
-        rank: the rank.
-        message_nbytes: most bytes per message.
-    """
+    """Return the steps of one rank for the fetches of all ranks, in the same order on all."""
     incoming: dict[int, list[FetchRequest]] = {}
     outgoing: dict[int, list[FetchRequest]] = {}
     for fetch in fetches:
@@ -221,26 +213,14 @@ _Requests = list[tuple[Assembly, Request]]
 
 
 class Transfer:
-    """Rounds in which all ranks read, send and receive the bytes of their assemblies; every method is collective.
-
-    Args:
-        rounds: rounds of this attempt.
-        reader: reads the copies that this rank reaches.
-        what: name of the version, for the log.
-        message_nbytes: most bytes per message.
-    """
+    """Rounds in which all ranks read, send and receive the bytes of their assemblies; every method is collective."""
 
     def __init__(self, rounds: Rounds, reader: Reader, what: str, message_nbytes: int) -> None:
         self._rounds, self._reader, self._what, self._message_nbytes = rounds, reader, what, message_nbytes
         self._rank = rounds.transport.rank
 
     def fill(self, assemblies: Sequence[Assembly], broken: str) -> bool:
-        """Fill all assemblies. Return whether every rank could; otherwise the reasons are in the rounds.
-
-        Args:
-            assemblies: buffers that this rank wants filled.
-            broken: reason why this rank can be given nothing; empty otherwise.
-        """
+        """Fill all assemblies. Return whether every rank could; otherwise the reasons are in the rounds, this rank's if `broken`."""
         with ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="moe-ckpt-restore") as pool:
             while self._round(assemblies, broken, pool):
                 pass
@@ -365,14 +345,7 @@ class _Sought:
 
 
 class MarkerSearch:
-    """Search for this rank's markers, each from its cheapest good copy.
-
-    Args:
-        rounds: of this attempt.
-        reader: of the copies that this rank reaches.
-        copies: copies of this rank's part, cheapest first, by wanted marker.
-        digests: markers' digests in manifests, if there are manifests.
-    """
+    """Search for this rank's markers, each from its cheapest good copy; markers' digests come from manifests, if there are any."""
 
     def __init__(
         self,
@@ -386,14 +359,9 @@ class MarkerSearch:
         self._sought = {which: _Sought(which, list(places)) for which, places in copies.items()}
 
     def run(self, required: Which | None) -> dict[Which, RankMarker] | None:
-        """Search on all ranks. Collective.
+        """Search on all ranks, and return the markers found. Collective.
 
-        Args:
-            required: marker that every rank must find, if any.
-
-        Returns:
-            The markers found; `None`, on all ranks, if some rank lacks the required marker, or the ranks' markers
-            contradict each other.
+        `None`, on all ranks, if some rank lacks the `required` marker, or the ranks' markers contradict each other.
         """
         while (fetches := self._begin_round(required)) is not None:
             answers = self._exchange(fetches)

@@ -35,14 +35,7 @@ ADAPTERS = "peft"
 
 
 def describe(module: nn.Module, schema: StateSchema, extra: Mapping[str, object]) -> ModuleEntry:
-    """Return the description of `module`.
-
-    Args:
-        module: the module, with its parameters and buffers.
-        schema: state schema of its optimizer.
-        extra: entries that the trainer adds to its own checkpoints; values that the codec refuses are left out and
-            named.
-    """
+    """Return the description of `module`, with the trainer's `extra` entries; values that the codec refuses are left out and named."""
     owners = [*module.named_parameters(), *module.named_buffers()]  # under first names, like records
     names = {id(tensor): name for name, tensor in owners}
     state: Mapping[str, object] = module.state_dict(keep_vars=True)
@@ -83,10 +76,8 @@ def describe_stages(
 
 
 def read_extra(entry: ModuleEntry) -> dict[str, Any]:
-    """Return the trainer's entries and, under `left_out`, the names of values that could not be stored.
-
-    Raises:
-        Corrupt: the bytes are damaged.
+    """Return the trainer's entries and, under `left_out`, the names of values that could not be stored. Raises `Corrupt` if the bytes are
+    damaged.
     """
     extra: dict[str, Any] = decode(base64.b64decode(entry.extra))
     return extra

@@ -62,11 +62,7 @@ def columns_of(layout: StepLayout) -> StepColumns:
 
 
 class StepColumns:
-    """Tensors of one boundary by column, one row per field in its files.
-
-    Args:
-        files: files of the boundary, and mirrors of other ranks' files.
-    """
+    """Tensors of one boundary's files, mirrors of other ranks' files among them, by column, one row per field."""
 
     def __init__(self, files: Sequence[FileLayout]) -> None:
         self._view, tables = files[0].view, [file.table for file in files]
@@ -198,12 +194,7 @@ class LocalState:
 
 
 class StepCopies:
-    """Copies of one boundary, made once for all of its steps and slots.
-
-    Args:
-        layout: the boundary's layout.
-        engine: copies.
-    """
+    """Copies of one boundary, made once for all of its steps and slots."""
 
     def __init__(self, layout: StepLayout, engine: CopyEngine) -> None:
         self.layout, self._engine, self._columns = layout, engine, columns_of(layout)
@@ -272,11 +263,7 @@ class StepCopies:
 
 
 class WindowCopies:
-    """Copies of the boundaries of the plan in use, and of partial plans, which return.
-
-    Args:
-        engine: copies.
-    """
+    """Copies of the boundaries of the plan in use, and of partial plans, which return."""
 
     def __init__(self, engine: CopyEngine) -> None:
         self._engine = engine
@@ -305,15 +292,7 @@ class WindowCopies:
 
 
 class SegmentWriter:
-    """Fill one slot with one boundary.
-
-    Args:
-        layout: the boundary's layout.
-        view_U8: memory of the slot.
-        engine: copies.
-        arrivals: brings values in journals to the host.
-        copies: this boundary's copies, if they were made before.
-    """
+    """Fill one slot, `view_U8`, with one boundary; `copies` are this boundary's, if they were made before."""
 
     def __init__(
         self,
@@ -336,14 +315,9 @@ class SegmentWriter:
         return ticket
 
     def recopy_changed(self, ticket: Ticket, *, everything: bool = False) -> Ticket:
-        """Copy the sources changed in place since `start` again, and return the ticket of all copies.
+        """Copy the sources changed in place since `start` again, all if `everything`, and return the ticket of all copies.
 
-        Args:
-            ticket: result of `start`.
-            everything: whether changes may have left no trace: then all sources are copied again.
-
-        Raises:
-            CheckpointError: a copy failed.
+        Raises `CheckpointError` if a copy failed.
         """
         if everything:
             # There may be other tensors now, or none: `param.data = ...`, `optimizer.state.clear()`.
@@ -365,11 +339,8 @@ class SegmentWriter:
         return versions(self._copies.watched) != self._versions
 
     def take_local(self, journal: Journal) -> LocalState:
-        """Begin to bring this rank's buffers and the journal to the host; both may change, and be freed, after the
-        call.
-
-        Raises:
-            BufferChanged: a buffer has another shape or dtype than when the plan was made.
+        """Begin to bring this rank's buffers and the journal to the host; both may change, and be freed, after the call. Raises
+        `BufferChanged` if a buffer has another shape or dtype than when the plan was made.
         """
         on_device: list[Copy] = []
         for name in self.layout.view.buffer_names:
@@ -410,14 +381,7 @@ class SegmentWriter:
     def sealed(
         self, generation: GenerationId, step: int, ticket: Ticket, step_record: StepRecord | None = None
     ) -> SealedSegment:
-        """Return the segment for the tiers.
-
-        Args:
-            generation: generation of the segment.
-            step: the segment's boundary.
-            ticket: ticket of all copies.
-            step_record: gradients that led to the boundary, for experts with copies on other nodes.
-        """
+        """Return the segment for the tiers; `step_record` has gradients for experts with copies on other nodes."""
         files = [
             SealedFile(
                 generation=generation,
@@ -458,11 +422,7 @@ class BoundaryCapture:
         return BoundaryCapture(writer, self.step, self._outcome, self._step_record)
 
     def take_rest(self, start: Journal, *, disturbed: bool) -> None:
-        """Copy changed sources again, and take buffers and journal; call when the next batch begins.
-
-        Args:
-            start: the journal's start half.
-            disturbed: whether sources may have changed unseen: all are copied again.
+        """Copy changed sources again, all if `disturbed` unseen, and take buffers and journal; call when the next batch begins.
 
         Raises:
             BufferChanged: see `SegmentWriter.take_local`.

@@ -59,16 +59,8 @@ Shards = dict[Region, list[Shard]]
 
 
 def lay_out(record: PlanRecord, view: StateView, groups: ParallelGroups, journal_nbytes: int) -> WindowLayout:
-    """Make a stored or fresh plan concrete on this rank.
-
-    Args:
-        record: plan of all pipeline stages, equal on all ranks.
-        view: live state.
-        groups: this rank's place.
-        journal_nbytes: capacity of the journal record.
-
-    Raises:
-        IdentityMismatch: the plan is for other operators.
+    """Make a stored or fresh plan of all pipeline stages concrete on this rank. Raises `IdentityMismatch` if the plan is for other
+    operators.
     """
     record = record.of_stage(groups.stage)
     dtypes = {fqn: getattr(torch, name) for fqn, name in record.compute_dtypes.items() if fqn in view.params}
@@ -98,10 +90,8 @@ def own_dense_plan(view: StateView) -> PlanRecord:
 
 
 def dense_plan_of_stages(view: StateView, groups: ParallelGroups, exchange: Exchange) -> PlanRecord | None:
-    """Return the plan that takes everything of all pipeline stages; `None` with a single stage. Collective.
-
-    Raises:
-        ConfigurationError: two stages call an operator by the same name.
+    """Return the plan that takes everything of all pipeline stages; `None` with a single stage. Collective. Raises `ConfigurationError` if
+    two stages call an operator by the same name.
     """
     if groups.num_stages == 1:
         return None
@@ -118,10 +108,8 @@ def dense_plan_of_stages(view: StateView, groups: ParallelGroups, exchange: Exch
 
 
 def expect_header_fits(view: StateView, groups: ParallelGroups) -> None:
-    """Check before training that a file's header can describe all that this rank writes.
-
-    Raises:
-        ConfigurationError: the header would be too long.
+    """Check before training that a file's header can describe all that this rank writes. Raises `ConfigurationError` if the header would be
+    too long.
     """
     forms = cache(partial(view.forms, kind=RecordKind.FULL))
     tensors = sum(len(forms(piece.fqn)) / _num_holders(op, groups) for op in view.operators for piece in op.slices)

@@ -364,11 +364,7 @@ class FileLayout:
         return found
 
     def records(self, has_state: Mapping[str, bool]) -> SpelledRows:
-        """Return the marker's entries of the records; digests are added when the bytes are final.
-
-        Args:
-            has_state: whether the optimizer has state yet, by parameter.
-        """
+        """Return the marker's entries of the records, by `has_state` of parameters; digests are added when the bytes are final."""
         table, is_state = self.table, cache(self.view.is_state)
         heads, lengths, ends, factors = list[str](), list[str](), list[str](), list[tuple[int, int, int]]()
         for shard, numel, form in table.rows:

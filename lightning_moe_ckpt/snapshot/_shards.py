@@ -62,11 +62,7 @@ class ParameterShards(NamedTuple):
 
 
 class ShardTable:
-    """Tensors of shards, in stored order.
-
-    Args:
-        shards: shards with their tensors; shards of one parameter share the list.
-    """
+    """Tensors of shards, in stored order; shards of one parameter share the list."""
 
     def __init__(self, shards: list[tuple[Shard, list[FieldForm]]]) -> None:
         self.shards = shards

@@ -61,12 +61,7 @@ _version = attrgetter("_version")
 
 
 class DataAccess:
-    """Count accesses to `.data` of some parameters, until `close`.
-
-    Args:
-        params: the parameters.
-        before: called before each access in this process, from whichever thread.
-    """
+    """Count accesses to `.data` of some parameters, until `close`; `before` is called before each, from whichever thread."""
 
     _all: ClassVar[list[DataAccess]] = []
 
@@ -148,17 +143,10 @@ class Constants:
         *,
         load: bool,
     ) -> None:
-        """Store a new run's constants, or make the live constants equal to those of `resumed`. Collective.
+        """Store a new run's constants, or make the live constants equal to those of `resumed`, if these may differ (`load`).
+        Collective.
 
-        Args:
-            store: storage of the run.
-            own: a generation of this incarnation.
-            resumed: policy of the generation resumed from; `None` for a new run.
-            exchange: exchange between all ranks.
-            load: whether live constants may differ from the stored ones, and then are read.
-
-        Raises:
-            NoUsableGeneration: on all ranks, if some rank lacks the stored bytes and cannot read them.
+        Raises `NoUsableGeneration`, on all ranks, if some rank lacks the stored bytes and cannot read them.
         """
         if resumed is None:
             if not exchange.all_agree(not self._view.operators.constants):
@@ -356,11 +344,9 @@ class Copies:
         self._told = groups.world_size == 1
 
     def compare(self, *, first: bool) -> None:
-        """Raise (`first`) if parameters or optimizer state differ among ranks; later log parameters that differ.
-        Collective.
+        """Raise (`first`) if parameters or optimizer state differ among ranks; later log parameters that differ. Collective.
 
-        Raises:
-            ConfigurationError: on all ranks; the message names the parameters.
+        Raises `ConfigurationError` on all ranks; the message names the parameters.
         """
         lines = [] if self._told else _differing(self._view, self._groups, self._exchange, states=first)
         if lines and first:
