@@ -317,7 +317,7 @@ class FitRanks(ExitStack):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OverheadFigure(StepCosts):
-    """One variant: medians over the rounds, sums of generations."""
+    """A variant: medians over the rounds, sums of generations."""
 
     variant: str
     precision: str

@@ -42,7 +42,7 @@ _NOTHING: Mapping[str, Any] = {}
 
 
 class BoundaryState:
-    """One fit's state at its boundaries. Arguments as of `BoundaryRecorder`; callbacks to `skip` are not the user's."""
+    """A fit's state at its boundaries. Arguments as of `BoundaryRecorder`; callbacks to `skip` are not the user's."""
 
     def __init__(
         self,

@@ -193,7 +193,7 @@ def let_best_come_first(trainer: Trainer, callback: Callback) -> None:
 def keep_folder(callback: Callback, state: dict[str, Any], trainer: Trainer) -> None:
     """Let a `ModelCheckpoint` without a given folder go on writing to the resumed run's folder.
 
-    Its default is the logger's folder, which is new in every process.
+    Its default is the logger's folder, new in every process.
     """
     if not isinstance(callback, ModelCheckpoint) or "dirpath" not in state:
         return

@@ -51,7 +51,7 @@ def retold(journals: Sequence[Journal], was: Topology, rank: int, world_size: in
 
 
 class _Telling:
-    """One boundary's journal in the making. `size`: writers per pipeline stage."""
+    """A boundary's journal in the making. `size`: writers per pipeline stage."""
 
     def __init__(self, size: int, rank: int, world_size: int) -> None:
         self._size, self._rank, self._world_size = size, rank, world_size

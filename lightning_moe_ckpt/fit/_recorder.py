@@ -245,7 +245,7 @@ class BoundaryRecorder:
 
     @property
     def room(self) -> int:
-        """Largest number of bytes by which a journal may grow within an epoch."""
+        """Most bytes that a journal may grow by within an epoch."""
         return self._watched.workers.num_workers * _random.STATE_NBYTES + self._moments.room
 
     # -- moments, called by the fit

@@ -144,7 +144,7 @@ def _plain(value: Any) -> Any:
 
 
 class Settings:
-    """One fit's own settings, the stored run's, and the settings in force; made in `on_fit_start`, before any restore.
+    """A fit's own settings, the stored run's, and the settings in force; made in `on_fit_start`, before any restore.
 
     Args:
         trainer: trainer with the settings.

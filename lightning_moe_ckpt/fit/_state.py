@@ -46,7 +46,7 @@ class JournalPart(Protocol):
         """Continue from `state` in a resumed run. Callbacks have been restored before."""
 
     def follow(self, state: dict[str, Any]) -> None:
-        """Set the state in replay, at the moment at which the original run took it. Callbacks have been set before."""
+        """Set the state in replay, at the moment when the original run took it. Callbacks have been set before."""
 
 
 class Extras:

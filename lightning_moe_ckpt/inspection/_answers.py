@@ -67,7 +67,7 @@ class Screen(Console):
 
 
 def plain_table(*titles: str, right: Iterable[str] = (), wraps: str | None = None, title: str | None = None) -> Table:
-    """Return a table without a frame, which is readable at 80 columns: only the column `wraps` breaks its lines."""
+    """Return a table without a frame, readable at 80 columns: only the column `wraps` breaks its lines."""
     style: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": (0, 0, 0, 1), "pad_edge": False, "show_edge": False}
     if title is not None:
         style |= {"title": f"\n{title}", "title_justify": "left", "title_style": "bold", "min_width": len(title)}

@@ -200,7 +200,7 @@ class Assembler:
         return states | {name: LazyTensor(each.dtype, (), partial(each.view, ())) for name, each in scalars.items()}
 
     def _shared_scalars(self) -> dict[str, Tensor]:
-        """Read the optimizer's scalars for several experts at once, which a partial generation has in its journal."""
+        """Read the optimizer's scalars for several experts at once, from a partial generation's journal."""
         stored = (decode_journal(self.journal()).get("outcome") or {}).get("scalars") or {}
         return {f"{fqn}/{key}": value for fqn, values in stored.items() for key, value in values.items()}
 

@@ -107,7 +107,7 @@ def examine_url(
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Place below the URL in which checks run."""
+    """Place for checks below the URL."""
 
     backend: Backend
     raw: Backend

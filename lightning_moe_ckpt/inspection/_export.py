@@ -116,7 +116,7 @@ def export(backend: Backend, out: Path, options: ExportOptions | None = None, *,
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One export. Each method writes one format and returns the files."""
+    """An export. Each method writes one format and returns the files."""
 
     out: Path
     options: ExportOptions

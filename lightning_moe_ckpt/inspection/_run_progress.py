@@ -47,7 +47,7 @@ class Sample:
 
 @dataclass(kw_only=True, slots=True)
 class Incarnation:
-    """One start of the job, as far as the log knows."""
+    """A start of the job, as far as the log knows."""
 
     number: int
     opened: float | None

@@ -47,7 +47,7 @@ class JournalCapacity:
         self.had(2 * nbytes)
 
     def had(self, nbytes: int) -> None:
-        """Use at least the `nbytes` that an earlier process reserved, which were enough."""
+        """Use at least the `nbytes` of an earlier process, since they were enough."""
         self.nbytes = max(self.nbytes, -(-nbytes // _PAGE) * _PAGE)
 
 

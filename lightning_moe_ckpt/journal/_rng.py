@@ -52,7 +52,7 @@ def capture_rng(
 
 
 def _is_same(last: RngState, state: RngState) -> bool:
-    """Return whether two states are equal in every bit, apart from generators of other objects, which are not compared."""
+    """Return whether two states are equal in every bit, apart from generators of other objects."""
     return (
         last.keys() == state.keys()
         and not (last["held"] or state["held"])

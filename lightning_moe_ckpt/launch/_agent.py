@@ -85,11 +85,11 @@ class _Join(IntEnum):
     ONCE = 1
     """Ranks have said that they cannot join again: if one fails, all are started anew."""
     NEVER = 2
-    """One has failed, and the round ends."""
+    """A process has failed, and the round ends."""
 
 
 class SupervisingAgent(LocalElasticAgent):
-    """One node's agent. The ranks' console is `output`; further arguments are for torch's agent."""
+    """A node's agent. The ranks' console is `output`; further arguments are for torch's agent."""
 
     def __init__(self, spec: WorkerSpec, output: RankOutput, options: SupervisorOptions, **of_torch: Any) -> None:
         super().__init__(spec, output, **of_torch)

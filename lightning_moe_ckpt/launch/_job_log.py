@@ -46,7 +46,7 @@ _ENDED = 2**40
 
 
 class EventLog:
-    """One log, from the start of all ranks to their end.
+    """A log, from the start of all ranks to their end.
 
     Args:
         connect: makes a connection to the store: one for appending, one for the waiting thread.

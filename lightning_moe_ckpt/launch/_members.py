@@ -38,7 +38,7 @@ _AGAIN_SECONDS = 0.1
 
 @dataclass(eq=False)
 class Member:
-    """One process: a rank, or a spare."""
+    """A process: a rank, or a spare."""
 
     handler: Any
     """Torch's `SubprocessHandler`."""
@@ -227,7 +227,7 @@ _DRAIN_SECONDS = 1.0
 
 
 class _Stream:
-    """One pipe of one rank."""
+    """A pipe of one rank."""
 
     def __init__(self, label: Label, kind: str) -> None:
         self.reader, self.writer = os.pipe()

@@ -23,7 +23,7 @@ _PAST = datetime.min.replace(tzinfo=timezone.utc)
 
 
 class NodeRange:
-    """One node's view of meetings, by torch's rendezvous, which answers otherwise from then on; without effect on a fixed number of
+    """A node's view of meetings, by torch's rendezvous, which answers otherwise from then on; without effect on a fixed number of
     nodes.
 
     Starts of all ranks with more nodes are `grow_seconds` apart, or more.

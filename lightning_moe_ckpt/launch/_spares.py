@@ -30,7 +30,7 @@ _OF_ONE_RANK = ("RANK", "LOCAL_RANK", "ROLE_RANK")
 
 
 class Spares:
-    """One node's spares, started by `command`, or the ranks' command; `say` gets a sentence when no more are started."""
+    """A node's spares, started by `command`, or the ranks' command; `say` gets a sentence when no more are started."""
 
     def __init__(
         self, wanted: int, command: tuple[str, ...], output: RankOutput, board: Switchboard, say: Callable[[str], None]
@@ -115,7 +115,7 @@ class Spares:
 
 
 def close_streams(handler: Any) -> None:
-    """Close this process's ends of a child's pipes, which torch's handler would keep open until the child's end."""
+    """Close this process's ends of a child's pipes; torch's handler would keep them open until the child's end."""
     for stream in (handler._stdout, handler._stderr):  # noqa: SLF001  # torch has no public way
         if stream is not None:
             stream.close()

@@ -145,7 +145,7 @@ def _flush(run: Line, limit: float) -> None:
 
 
 def _supervisor(arguments: list[str], options: SupervisorOptions, *, limited: bool) -> SupervisingAgent:
-    """Do the work of torch's `launch_agent`, which knows one agent only."""
+    """Do the work of torch's `launch_agent`, made for one agent only."""
     # Ranks must find the store in the agent: the one that would serve it otherwise is a rank, and may die.
     os.environ.pop("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", None)
     parse: Any = parse_args

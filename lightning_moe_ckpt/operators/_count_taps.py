@@ -32,7 +32,7 @@ log = rank_logger(__name__)
 
 
 class TokenCounts:
-    """Sums of one layer's tokens, probabilities (float64) or capacity per expert, all `num_experts`, on the device where they arise."""
+    """Sums of a layer's tokens, probabilities (float64) or capacity per expert, all `num_experts`, on the device where they arise."""
 
     def __init__(self, num_experts: int, dtype: torch.dtype = torch.int64) -> None:
         self.num_experts = num_experts
@@ -56,7 +56,7 @@ class TokenCounts:
         self._on(sums_E.device)[: self.num_experts].add_(sums_E)
 
     def follow(self, running_E: Tensor) -> None:
-        """Remember the present value of the layer's own running count, which is never changed."""
+        """Remember the present value of the layer's own running count, never changed."""
         self._seen = running_E.detach().clone()
 
     def add_running(self, running_E: Tensor) -> None:
@@ -141,7 +141,7 @@ class IndexTap(_HookTap):
 
 @dataclass(frozen=True)
 class RowsTap(_HookTap):
-    """Counts the rows passed to each expert module, which are the tokens processed."""
+    """Counts the rows passed to each expert module: tokens processed."""
 
     experts: Mapping[int, str]
     """Names of the modules by global expert index."""

@@ -240,7 +240,7 @@ class _Watched(TokenCounts):
 
 
 class _LayerProbe:
-    """One layer with its tap and the evidence to compare the counts with."""
+    """A layer with its tap and the evidence to compare the counts with."""
 
     def __init__(
         self, layer: MoELayerSpec, module: nn.Module, params: Mapping[str, Tensor], boxes: Mapping[str, Box]

@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class StateEntry:
-    """One tensor of a parameter's optimizer state."""
+    """A tensor of a parameter's optimizer state."""
 
     key: str
     dtype: torch.dtype

@@ -59,7 +59,7 @@ class ParamSlice:
     start: int
     """First element in the flattened local parameter."""
     stop: int
-    """One past the last element."""
+    """Index behind the last element."""
     global_shape: tuple[int, ...]
     """Shape of the parameter over all expert-parallel ranks."""
     global_start: int
@@ -283,7 +283,7 @@ def merged_slices(
 
 @dataclass(frozen=True)
 class OperatorSet:
-    """One rank's operators; together their slices cover every parameter exactly once, but for constants."""
+    """A rank's operators; together their slices cover every parameter exactly once, but for constants."""
 
     operators: tuple[Operator, ...]
     """Operators in the order of `named_parameters()`, experts of a layer ascending."""

@@ -118,7 +118,7 @@ class StateSchema:
         return self._group(param) if type(self.optimizer) in {Adam, AdamW} else None
 
     def has_state(self, param: Tensor) -> bool:
-        """Return whether the optimizer has state of `param` yet. Raises `UnsupportedOptimizer` if the state is not what the schema says."""
+        """Return whether the optimizer has state of `param` yet. Raises `UnsupportedOptimizer` if the schema says otherwise."""
         # A momentum buffer may be there and be None.
         state = {key for key, value in self.optimizer.state.get(param, {}).items() if value is not None}
         expected = {entry.key for entry in self.entries(param)}
@@ -204,7 +204,7 @@ class StateSchema:
 def agreed_schema(make: Callable[[], StateSchema], module: nn.Module, exchange: Exchange) -> StateSchema:
     """Return a schema with the widest reach that any rank has found by `make`. Collective over `exchange`, all ranks.
 
-    Ranks must find the same state for parameters with one name and shape. Raises `UnsupportedOptimizer`, on all ranks, if they do
+    Ranks must find the same state for parameters with the same name and shape. Raises `UnsupportedOptimizer`, on all ranks, if they do
     not, or if `make` raised it on some rank.
     """
     with exchange.raise_together(UnsupportedOptimizer) as rows:

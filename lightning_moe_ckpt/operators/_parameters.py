@@ -106,7 +106,7 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def join(prefix: str, name: str) -> str:
-    """Return the name in the model of `name` in the module `prefix`, which is empty for the model itself."""
+    """Return the name in the model of `name` in the module `prefix`, empty for the model itself."""
     return f"{prefix}.{name}" if prefix else name
 
 

@@ -90,7 +90,7 @@ class CapacityView(Protocol):
 
 @dataclass(frozen=True)
 class AttributeCapacity:
-    """One value for a layer or for a model, in plain attributes that are read at every forward."""
+    """A value for a layer or for a model, in plain attributes that are read at every forward."""
 
     module: str
     """Name of a module."""
@@ -236,7 +236,7 @@ def _as_tensor(value: tuple[Capacity, ...], owner: nn.Module) -> Tensor:
 
 @dataclass(frozen=True)
 class BiasView:
-    """Place of one layer's selection-only bias; `add` adds a temporary term to it."""
+    """Place of a layer's selection-only bias; `add` adds a temporary term to it."""
 
     layer: str
     """Name of the module within whose forward the bias is read: the MoE block."""

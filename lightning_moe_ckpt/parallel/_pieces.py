@@ -93,7 +93,7 @@ class _Columns:
 
 
 class ShardBuckets:
-    """Memory for all pieces of some parameters with one type and device, by name in order of registration, in buckets `[R, C]`."""
+    """Memory for all pieces of some parameters of the same type and device, by name in order of registration, in buckets `[R, C]`."""
 
     def __init__(self, shards: Mapping[str, OptimizerShard], group: dist.ProcessGroup, bucket_nbytes: int) -> None:
         first, ranks = next(iter(shards.values())).whole, group.size()

@@ -82,7 +82,7 @@ class _Bucket:
 
 @dataclass(kw_only=True, eq=False)
 class _Gradient:
-    """One parameter, its gradient's place in the flat vector, and the buckets that wait for it."""
+    """A parameter, its gradient's place in the flat vector, and the buckets that wait for it."""
 
     fqn: str
     parameter: nn.Parameter

@@ -98,12 +98,12 @@ class RestorePlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Restored:
-    """One rank's part of a generation, put together and verified record by record."""
+    """A rank's part of a generation, put together and verified record by record."""
 
     marker: RankMarker
     """This rank's marker of the restored generation, even where single experts come from older ones (see `chosen`)."""
     segments: list[torch.Tensor]
-    """One uint8 tensor per step, laid out as requested; an exact generation's header and gaps are not filled."""
+    """A uint8 tensor per step, laid out as requested; an exact generation's header and gaps are not filled."""
     layouts: list[SegmentLayout]
     nbytes: dict[Replica, int]
     """Bytes read, by copy; repeated reads count again."""
@@ -111,7 +111,7 @@ class Restored:
 
 
 class RestoreAttempt:
-    """One attempt to bring one version; all ranks make it together, and every method is collective.
+    """An attempt to bring a version; all ranks make it together, and every method is collective.
 
     Sources for the experts of a partial generation are versions `alive`, allowed by the run's log. With `allow_missing`, it goes on
     without experts with no good copy. Pipeline stages, `num_stages`, are consecutive ranks, each stage with its own token ledger.

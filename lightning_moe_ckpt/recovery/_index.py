@@ -36,7 +36,7 @@ FULL, PARAM = "full", "param"
 
 @dataclass(slots=True)
 class Replicas:
-    """One record, and its places, cheapest first."""
+    """A record, and its places, cheapest first."""
 
     record: RecordEntry
     places: list[Place] = field(default_factory=list)

@@ -64,7 +64,7 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One rank's part of a version, as one process finds it."""
+    """A rank's part of a version, as one process finds it."""
 
     version: Version
     owner: int
@@ -107,7 +107,7 @@ class Stock:
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One copy of one rank's part of a version, from the rank's view."""
+    """A copy of one rank's part of a version, from the rank's view."""
 
     source: TierName
     memory: str

@@ -73,7 +73,7 @@ _ROOM_NBYTES = 64 * 2**20
 
 @contextmanager
 def understood(what: str) -> Iterator[None]:
-    """Raise `Corrupt` if the body fails on values of a stored document, which may hold anything."""
+    """Raise `Corrupt` if the body fails on values of a stored document, where anything may stand."""
     try:
         yield
     except CheckpointError:
@@ -223,7 +223,7 @@ class RestoreSource:
     policy: Mapping[str, Any]
     steps: Sequence[int]
     segments: list[Tensor]
-    """One uint8 tensor per step, laid out by `layouts`."""
+    """A uint8 tensor per step, laid out by `layouts`."""
     layouts: list[SegmentLayout]
     restored_from: dict[str, int]
     """Bytes of this rank, by the tier from which they were read."""

@@ -209,7 +209,7 @@ class RunOpener:
 
 
 class Search:
-    """One look at all generations for `job`; every method is collective. With `any_memory`, memory may be taken against the log."""
+    """A look at all generations for `job`; every method is collective. With `any_memory`, memory may be taken against the log."""
 
     def __init__(
         self,

@@ -97,7 +97,7 @@ _OF_NONE = -1
 
 
 class Recut:
-    """One attempt to bring one version for other ranks, from versions `alive` by the run's log; every method is collective.
+    """An attempt to bring a version for other ranks, from versions `alive` by the run's log; every method is collective.
 
     A writer's marker digests in manifests, by version in storage, come from `digests`.
     """

@@ -231,7 +231,7 @@ class StateView:
         )
 
     def is_state(self, key: str) -> bool:
-        """Return whether a field is optimizer state, which may not exist yet."""
+        """Return whether a field is optimizer state, perhaps missing yet."""
         return key not in (PARAM, PRESENT, GRADIENT, PACKED) and key not in self.averages.names
 
     def states(self, fqns: Iterable[str]) -> list[Tensor]:
@@ -283,7 +283,7 @@ class StateView:
 
 
 class FileLayout:
-    """One file of one boundary: every writer's regions, and the places of this rank's tensors.
+    """A file of one boundary: every writer's regions, and the places of this rank's tensors.
 
     Args:
         shards: shards by region, over all its writers, in stored order.

@@ -48,7 +48,7 @@ Bounds = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordEntry:
-    """One tensor in a segment: a flat interval of a global tensor, or of a box in it."""
+    """A tensor in a segment: a flat interval of a global tensor, or of a box in it."""
 
     name: str
     """Tensor name in the safetensors file."""
@@ -376,7 +376,7 @@ def _read_boxes(rows: Sequence[list[Any]], where: str) -> list[Bounds | None]:
 
 
 def _fits(box: Bounds, shape: tuple[int, ...]) -> bool:
-    """Return whether a box lies within a tensor, which is no scalar."""
+    """Return whether a box lies within a tensor, no scalar."""
     offset, size = box
     return 0 < len(shape) == len(offset) == len(size) and all(map(le, map(add, offset, size), shape))
 

@@ -260,7 +260,7 @@ def _joined(views: Sequence[bytes | memoryview]) -> bytes | bytearray:
 
 
 def _start(outcome: Future[T], call: Callable[[str], T], path: str, *, name: str) -> None:
-    """Run `call` in a daemon thread, which is abandoned if the caller stops waiting."""
+    """Run `call` in a daemon thread, abandoned if the caller stops waiting."""
     threading.Thread(target=_run, args=(outcome, call, path), name=name, daemon=True).start()
 
 

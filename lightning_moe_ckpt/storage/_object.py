@@ -149,7 +149,7 @@ class ObjectBackend:
         self._call(what, lambda: put(self._store, key, body))
 
     def create(self, key: str, data: bytes) -> None:
-        """Upload if the key is free. A store that cannot refuse is looked at first, which a race can defeat."""
+        """Upload if the key is free. A store that cannot refuse is looked at first, and a race can defeat that."""
         if not self.creates_exclusively and self._holds(key):
             raise KeyExists(f"create {key}: exists at {self.url}.")
         self._create(key, data)

@@ -106,7 +106,7 @@ _JITTER = random.SystemRandom()
 
 @dataclass(frozen=True, slots=True)
 class StorageCall:
-    """One call of a backend."""
+    """A call of a backend."""
 
     verb: Verb
     key: str

@@ -55,7 +55,7 @@ class PosixBackend:
     """Files under one directory: local disk, Lustre, NFS. Safe to use from any thread and after a fork."""
 
     def __init__(self, root: str | os.PathLike[str], *, bandwidth: int | None = None) -> None:
-        """Name the directory, which the first write makes. `put` writes `bandwidth` bytes per second at most."""
+        """Name the directory; the first write makes it. `put` writes `bandwidth` bytes per second at most."""
         self._root = Path(root).expanduser().absolute()
         self._prefix = os.path.join(self._root, "")  # noqa: PTH118  # a `Path` drops the slash
         self._pace = Pace(bandwidth)
@@ -79,7 +79,7 @@ class PosixBackend:
             _sync_directory(path.parent)
 
     def create(self, key: str, data: bytes) -> None:
-        """Write, sync, link, sync the directory. Without hard links it checks first, which a race can defeat."""
+        """Write, sync, link, sync the directory. Without hard links it checks first, and a race can defeat that."""
         if self.creates_exclusively:
             self._link(key, data)
         elif self._path(key).exists():
@@ -408,5 +408,5 @@ def file_system(path: Path) -> str | None:
 
 
 def _plain(text: str) -> str:
-    """Decode a path from the mount table, which writes blanks and the like as octal numbers."""
+    """Decode a path from the mount table, where blanks and the like are octal numbers."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

@@ -202,7 +202,7 @@ class PassedOver:
 
     @property
     def is_for_others(self) -> bool:
-        """Whether the generation only stays because other generations refer to it, which is no defect."""
+        """Whether the generation only stays because other generations refer to it: no defect."""
         return self.commit is not None and not self.is_loss
 
     @property

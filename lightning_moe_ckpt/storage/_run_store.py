@@ -1,4 +1,4 @@
-"""One run's checkpoints under one URL: which generations may be restored, and the protocol that adds new ones.
+"""A run's checkpoints under one URL: which generations may be restored, and the protocol that adds new ones.
 
 ```text
 every rank     put_segment ... put_segment, put_marker          data, then the marker that says it is durable

@@ -284,7 +284,7 @@ def _manifests(
 
 
 def _manifest_of_markers(backend: Backend, contents: Contents) -> Commit:
-    """Rebuild a manifest, which follows from the markers alone. Raises `Corrupt` or `KeyMissing` for bad markers."""
+    """Rebuild a manifest from the markers alone. Raises `Corrupt` or `KeyMissing` for bad markers."""
     first = read_marker(backend, contents.generation, 0).marker
     return Commit.of(complete_markers(backend, first.run_id, contents, by_receipts=False))
 

@@ -385,7 +385,7 @@ def _set_up_process(attempt: Attempt, port: int) -> None:
 
 
 def elastic_environment(rank: int, world_size: int, port: int, restarts: int = 0) -> dict[str, str]:
-    """Return torchrun's environment; empty for a single process, which starts like plain `python train.py`."""
+    """Return torchrun's environment; empty for a single process, started like plain `python train.py`."""
     if world_size == 1:
         return {}
     return {
@@ -406,7 +406,7 @@ def elastic_environment(rank: int, world_size: int, port: int, restarts: int = 0
 
 
 def free_port() -> int:
-    """Return a port without a listener, below the range from which the kernel draws the ports of outgoing connections."""
+    """Return a port without a listener, below the kernel's range for outgoing connections."""
     draw = random.SystemRandom()
     while True:
         port = draw.randrange(20_000, 30_000)

@@ -227,7 +227,7 @@ class RandomFaults:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduledFault:
-    """A fault with the name by which it is known over restarts."""
+    """A fault with its name, known over restarts."""
 
     name: str
     fault: Fault

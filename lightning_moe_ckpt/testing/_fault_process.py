@@ -121,7 +121,7 @@ def start_time(pid: int) -> int:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of `/proc/PID/stat` after the program's name, which may hold anything."""
+    """Return the fields of `/proc/PID/stat` after the program's name, where anything may stand."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

@@ -136,7 +136,7 @@ class FaultSummary:
         return sum(tally.injected for tally in self.kinds)
 
     def table(self) -> Table:
-        """Return the figures for a terminal, a table of rich, which the extra `tools` brings."""
+        """Return the figures for a terminal, a table of rich (extra `tools`)."""
         from rich.table import Table
 
         caption = (
@@ -179,7 +179,7 @@ def summarize_faults(folder: str | Path) -> FaultSummary:
 
 
 class _Attempt:
-    """One start of the job, from its lines."""
+    """A start of the job, from its lines."""
 
     def __init__(self, lines: Sequence[Record]) -> None:
         self.start: float = lines[0]["time"]

@@ -227,7 +227,7 @@ def _give_sampler(loader: Any, sampler: Any, *, running: bool = True) -> None:
 
 
 class _Behind:
-    """Sampler that leaves out the first `num_batches` batches, which are consumed."""
+    """Sampler that leaves out the first `num_batches` batches, consumed ones."""
 
     def __init__(self, sampler: Any, num_batches: int) -> None:
         self._sampler, self.num_batches = sampler, num_batches
@@ -419,7 +419,7 @@ class LoaderGenerators:
 
 
 def loader_objects(trainer: Trainer) -> Iterator[tuple[str, object]]:
-    """Yield the user's objects in the loaders, which may hold generators, by a stable name."""
+    """Yield the user's objects in the loaders, perhaps with generators, by a stable name."""
     for index, loader in enumerate(loaders_of(trainer)):
         for name in ("dataset", "collate_fn", "worker_init_fn"):
             yield f"loader{index}.{name}", getattr(loader, name, None)

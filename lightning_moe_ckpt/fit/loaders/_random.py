@@ -129,7 +129,7 @@ class PersistentWorkers:
 
 
 class _LoaderTap:
-    """One loader, with its iterator and its workers' state."""
+    """A loader, with its iterator and its workers' state."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -236,7 +236,7 @@ class _Telling:
 
 
 class _Beginning:
-    """`worker_init_fn` with which a worker begins in a recorded state."""
+    """`worker_init_fn` to begin in a recorded state."""
 
     def __init__(self, then: Callable[[int], None] | None, first: Mapping[str, Any]) -> None:
         self.then, self.begun, self.first = then, None, first
@@ -387,7 +387,7 @@ class EpochMoments:
 
     @property
     def room(self) -> int:
-        """Largest number of bytes by which the states of fetches may grow within an epoch."""
+        """Most bytes that the states of fetches may grow by within an epoch."""
         most = min(self._trainer.num_training_batches, _MOST) if self._carries else len(loaders_of(self._trainer)) - 1
         return int(most) * _STATE_NBYTES
 

@@ -281,7 +281,7 @@ def _log_of(logger: Logger, *, owner: bool) -> LoggedOnce | None:
 
 
 class _FolderLog(LoggedOnce):
-    """One logger's rows in its folder."""
+    """A logger's rows in its folder."""
 
     _logger: CSVLogger | TensorBoardLogger
 

@@ -133,7 +133,7 @@ def restore_seed(seed: str | None) -> None:
 
 
 def callbacks_of(trainer: Trainer) -> list[Callback]:
-    """Return the trainer's own list of callbacks, which is untyped in Lightning."""
+    """Return the trainer's own list of callbacks, untyped in Lightning."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return callbacks
 

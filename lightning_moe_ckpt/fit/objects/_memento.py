@@ -116,7 +116,7 @@ class Memento:
             found.extend(self._remember(each))
 
     def _remember(self, each: Any) -> Iterator[object]:
-        """Remember an object, and yield objects to which it leads."""
+        """Remember an object, and yield objects behind it."""
         if isinstance(each, Tensor):
             self._remember_tensor(each)
         elif isinstance(each, np.ndarray):

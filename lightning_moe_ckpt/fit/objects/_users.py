@@ -252,7 +252,7 @@ def refill(container: Any, items: Any) -> None:
 
 
 def restore_values(tensor: Tensor, kept: Tensor) -> None:
-    """Make a tensor equal to an earlier copy, which may be on the host."""
+    """Make a tensor equal to an earlier copy, perhaps on the host."""
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         if tensor.shape != kept.shape or tensor.dtype != kept.dtype:
             tensor.data = kept.to(tensor.device, copy=True)
