@@ -29,7 +29,8 @@ from benchmarks.ranks import RanksFigure
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.moe import MoELayer
 from lightning_moe_ckpt.operators import StateSchema, discover
-from lightning_moe_ckpt.parallel import ROUTE, ParallelGroups, packed, routing, set_current_groups, tree, unpacked
+from lightning_moe_ckpt.parallel import ROUTE, ParallelGroups, packed, routing, set_current_groups
+from lightning_moe_ckpt.parallel._groups import tree, unpacked
 from lightning_moe_ckpt.recovery import Version, _opener
 from lightning_moe_ckpt.recovery._attempt import RestoreAttempt
 from lightning_moe_ckpt.recovery._inventory import Inventory

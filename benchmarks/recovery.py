@@ -67,7 +67,8 @@ from lightning_moe_ckpt.callbacks import (
 )
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.snapshot._shards import as_memoryview
-from lightning_moe_ckpt.storage import GenerationId, check_places, digest_of
+from lightning_moe_ckpt.storage import GenerationId, SegmentLayout, digest_of
+from lightning_moe_ckpt.storage._scrub import expect_places
 from lightning_moe_ckpt.testing import Attempt, AttemptFailed, AttemptResult, Kill, run_attempts
 from lightning_moe_ckpt.testing._attempts import attempt_path
 from lightning_moe_ckpt.testing._records import JsonLines, read_lines
@@ -403,7 +404,7 @@ def _restore(memory: Path, out: torch.Tensor) -> None:
         tier.read_into(holding, entry, 0, view)
         if digest_of(view) != entry.digest:
             raise RuntimeError("The bytes in memory are not those that were captured.")
-        check_places(entry, view)
+        expect_places(entry, SegmentLayout.parse(view))
     finally:
         tier.close()
 

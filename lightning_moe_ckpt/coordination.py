@@ -218,15 +218,12 @@ class Exchange:
         """Begin to send bytes to ranks and to receive bytes from them; not collective, see `recovery.Transport`."""
         incoming = [(torch.frombuffer(view, dtype=torch.uint8), source) for source, view in receives]
         outgoing = [(torch.frombuffer(_writable(view), dtype=torch.uint8), to) for to, view in sends]
-        under_way = [_begin(dist.irecv, tensor, source, self._group) for tensor, source in incoming]
-        under_way += [_begin(dist.isend, tensor, to, self._group) for tensor, to in outgoing]
+        under_way = [(_begin(dist.irecv, tensor, source, self._group), tensor) for tensor, source in incoming]
+        under_way += [(_begin(dist.isend, tensor, to, self._group), tensor) for tensor, to in outgoing]
 
         def wait() -> None:
-            for work in under_way:
-                if work is not None:
-                    work.wait()
-            incoming.clear()
-            outgoing.clear()  # the memory had to stay until here
+            _wait(under_way)
+            under_way.clear()  # the memory had to stay until here
 
         return wait
 

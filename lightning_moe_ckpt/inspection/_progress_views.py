@@ -10,6 +10,7 @@ import io
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from lightning_moe_ckpt._units import rate_text, size_text, time_text
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.inspection._answers import Answer, Screen, kind_of, plain_table
 from lightning_moe_ckpt.inspection._run_progress import Follower, Incarnation, NewestStep, RunProgress, Sample, by_rank
-from lightning_moe_ckpt.inspection._transformers import write_whole
+from lightning_moe_ckpt.inspection._transformers import write_text, write_whole
 from lightning_moe_ckpt.storage import RunView, StoredGeneration
 
 _STYLE = """
@@ -54,11 +55,7 @@ def write_page(view: RunView, out: Path, *, force: bool) -> Answer:
         raise ConfigurationError(f"{out.parent} is not a folder. Make it, or give another name.")
     found = Follower(view).look()
     page = page_of(found)
-
-    def save(path: Path) -> None:
-        path.write_text(page, encoding="utf-8")
-
-    write_whole(out, save)
+    write_whole(out, partial(write_text, page))
     document = {"out": str(out), "nbytes": len(page.encode()), **found.document()}
     return Answer(document, lambda: [f"{out}: {size_text(len(page.encode()))}, {len(found.incarnations)} starts"])
 

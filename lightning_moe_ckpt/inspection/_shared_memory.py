@@ -36,7 +36,6 @@ from lightning_moe_ckpt.recovery import Version
 from lightning_moe_ckpt.snapshot import PlanRecord
 from lightning_moe_ckpt.storage import (
     Backend,
-    GenerationId,
     RankMarker,
     ReferencedEntry,
     RunStore,
@@ -348,14 +347,11 @@ class Flush:
                 owners = self._parts.setdefault(Version(each.generation, each.plan_hash), {})
                 owners.setdefault(each.owner, []).append(each)
 
-    def _contents(self, generation: GenerationId) -> Contents:
-        return Contents(generation, self._backend)
-
     def _lacking(self, version: Version) -> set[int]:
         """Return the ranks whose part is neither in this memory nor in storage."""
         owners = self._parts[version]
         size = next(copies[0].world_size for copies in owners.values())
-        return {*range(size)} - {*owners} - self._contents(version.generation).ranks
+        return {*range(size)} - {*owners} - Contents(version.generation, self._backend).ranks
 
     def _bring(self, version: Version, said: list[str], wait: timedelta) -> None:
         """Bring this node's parts of a version, commit with the parts of all ranks, and add a sentence to `said`.
@@ -384,7 +380,7 @@ class Flush:
                 check=lambda found: disagreements(found, constants_of(self._backend, found[0].policy)),
             )
         except StorageError as error:
-            if len(self._contents(generation).ranks) == markers[0].world_size:
+            if len(Contents(generation, self._backend).ranks) == markers[0].world_size:
                 raise
             raise TimeoutError(f"{error} Flush on the nodes of those ranks too.") from error
         said.append(f"{generation} of run {self._store.run_id} is stored: {size} in {time.monotonic() - began:.1f} s")
@@ -408,7 +404,11 @@ class Flush:
 
     def _bring_part(self, chain: Sequence[Version], rank: int) -> RankMarker:
         """Store a rank's part from good copies, and return its marker in storage."""
-        contents, reasons, held = self._contents(chain[-1].generation), "", [self._parts[each][rank] for each in chain]
+        contents, reasons, held = (
+            Contents(chain[-1].generation, self._backend),
+            "",
+            [self._parts[each][rank] for each in chain],
+        )
         for turn in range(max(map(len, held))):
             try:
                 return self._put(contents, [copies[min(turn, len(copies) - 1)] for copies in held])

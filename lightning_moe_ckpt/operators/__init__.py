@@ -24,7 +24,6 @@ from lightning_moe_ckpt.operators._count_taps import ProbabilityTap as Probabili
 from lightning_moe_ckpt.operators._count_taps import RowsTap as RowsTap
 from lightning_moe_ckpt.operators._counts import CountProbe as CountProbe
 from lightning_moe_ckpt.operators._counts import LoadCounter as LoadCounter
-from lightning_moe_ckpt.operators._counts import Measure as Measure
 from lightning_moe_ckpt.operators._counts import prove_counts as prove_counts
 from lightning_moe_ckpt.operators._discover import discover as discover
 from lightning_moe_ckpt.operators._operator import MoELayerSpec as MoELayerSpec

@@ -23,11 +23,8 @@ from lightning_moe_ckpt.parallel._groups import set_current_groups as set_curren
 from lightning_moe_ckpt.parallel._groups import shares_agent_store as shares_agent_store
 from lightning_moe_ckpt.parallel._groups import spreading as spreading
 from lightning_moe_ckpt.parallel._groups import summing as summing
-from lightning_moe_ckpt.parallel._groups import tree as tree
 from lightning_moe_ckpt.parallel._groups import uniting as uniting
-from lightning_moe_ckpt.parallel._groups import unpacked as unpacked
 from lightning_moe_ckpt.parallel._norms import global_grad_norm as global_grad_norm
-from lightning_moe_ckpt.parallel._norms import pieces as pieces
 from lightning_moe_ckpt.parallel._pieces import Gather as Gather
 from lightning_moe_ckpt.parallel._pieces import OptimizerShard as OptimizerShard
 from lightning_moe_ckpt.parallel._pieces import shard_of as shard_of

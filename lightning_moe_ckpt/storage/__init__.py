@@ -8,7 +8,6 @@ Internal: may change in any version.
 from lightning_moe_ckpt.storage._backend import Backend as Backend
 from lightning_moe_ckpt.storage._backend import Entry as Entry
 from lightning_moe_ckpt.storage._backend import Pace as Pace
-from lightning_moe_ckpt.storage._backend import create_once as create_once
 from lightning_moe_ckpt.storage._catalog import CONSTANTS as CONSTANTS
 from lightning_moe_ckpt.storage._catalog import read_constants as read_constants
 from lightning_moe_ckpt.storage._entries import Bounds as Bounds
@@ -20,7 +19,6 @@ from lightning_moe_ckpt.storage._entries import SegmentEntry as SegmentEntry
 from lightning_moe_ckpt.storage._entries import SpelledRows as SpelledRows
 from lightning_moe_ckpt.storage._entries import Texts as Texts
 from lightning_moe_ckpt.storage._entries import spelled as spelled
-from lightning_moe_ckpt.storage._fsspec import FsspecBackend as FsspecBackend
 from lightning_moe_ckpt.storage._json import digest_of as digest_of
 from lightning_moe_ckpt.storage._log import Lineage as Lineage
 from lightning_moe_ckpt.storage._markers import BadCopies as BadCopies
@@ -53,7 +51,6 @@ from lightning_moe_ckpt.storage._retention import Retention as Retention
 from lightning_moe_ckpt.storage._run_store import Resume as Resume
 from lightning_moe_ckpt.storage._run_store import RunStore as RunStore
 from lightning_moe_ckpt.storage._scrub import check_header as check_header
-from lightning_moe_ckpt.storage._scrub import check_places as check_places
 from lightning_moe_ckpt.storage._scrub import scrub_record as scrub_record
 from lightning_moe_ckpt.storage._scrub import scrub_segment as scrub_segment
 from lightning_moe_ckpt.storage._segment import MAX_HEADER_NBYTES as MAX_HEADER_NBYTES

@@ -62,16 +62,12 @@ class FsspecBackend:
             bandwidth: bytes per second that `put` may write, as a mean over objects: an object is written in one call,
                 at the file system's speed. `None` for no limit.
         """
-        self._url = url.rstrip("/") if not url.endswith("://") else url
+        self.url = url.rstrip("/") if not url.endswith("://") else url
         self._fs = _file_system(url, dict(storage_options or {}))
         self._root = str(self._fs._strip_protocol(url)).rstrip("/")  # noqa: SLF001 - the documented way to a path
         self._timeout, self._pace = timeout, Pace(bandwidth)
         protocols = {self._fs.protocol} if isinstance(self._fs.protocol, str) else set(self._fs.protocol)
         self._in_process = not protocols.isdisjoint(_IN_PROCESS)
-
-    @property
-    def url(self) -> str:
-        return self._url
 
     @cached_property
     def creates_exclusively(self) -> bool:
@@ -218,11 +214,12 @@ class FsspecBackend:
         what = f"{operation} {key} at {self.url}"
         limit = self._timeout.total_seconds() + nbytes / MIN_NBYTES_PER_SECOND
         outcome: Future[T] = Future()
+        run = partial(_run, outcome, call, f"{self._root}/{key}")
         if self._in_process:
             with _TURNS:
-                _run(outcome, call, f"{self._root}/{key}")
-        else:
-            _start(outcome, call, f"{self._root}/{key}", name=f"moe-ckpt {what}")
+                run()
+        else:  # abandoned if the caller stops waiting
+            threading.Thread(target=run, name=f"moe-ckpt {what}", daemon=True).start()
         try:
             error = outcome.exception(limit)
         except FutureTimeoutError as late:
@@ -257,11 +254,6 @@ def _joined(views: Sequence[bytes | memoryview]) -> bytes | bytearray:
         body[position : position + chunk.nbytes] = chunk
         position += chunk.nbytes
     return body
-
-
-def _start(outcome: Future[T], call: Callable[[str], T], path: str, *, name: str) -> None:
-    """Run `call` in a daemon thread, abandoned if the caller stops waiting."""
-    threading.Thread(target=_run, args=(outcome, call, path), name=name, daemon=True).start()
 
 
 def _run(outcome: Future[T], call: Callable[[str], T], path: str) -> None:

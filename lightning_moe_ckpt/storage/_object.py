@@ -94,7 +94,7 @@ class ObjectBackend:
         except ValueError as error:
             raise ConfigurationError(f"`{url}` names {error}.") from error
         options = translate(kind, storage_options or {})
-        self._url, self._timeout, self._min_rate = url.rstrip("/"), timeout, min_nbytes_per_second
+        self.url, self._timeout, self._min_rate = url.rstrip("/"), timeout, min_nbytes_per_second
         self._pace = Pace(bandwidth)
         part_nbytes = max(options.transfer.get("part_nbytes", PART_NBYTES), _MIN_PART_NBYTES)
         self._part_nbytes = self._pace.chunk_nbytes(part_nbytes, least=_MIN_PART_NBYTES)
@@ -129,10 +129,6 @@ class ObjectBackend:
                 certificates=options.certificates,
                 timeout=timeout.total_seconds(),
             )
-
-    @property
-    def url(self) -> str:
-        return self._url
 
     @cached_property
     def creates_exclusively(self) -> bool:

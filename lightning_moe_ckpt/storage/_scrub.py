@@ -48,15 +48,6 @@ def read_chunks(backend: Backend, key: str, nbytes: int, *, first: int = 0) -> I
             yield view
 
 
-def check_places(segment: SegmentEntry, data: memoryview) -> SegmentLayout:
-    """Check that every record of a whole file lies where the marker says, and return the layout in its header; digests are not checked.
-    Raises `Corrupt` if a record is elsewhere, or the header is damaged.
-    """
-    layout = SegmentLayout.parse(data)
-    _expect_places(segment, layout)
-    return layout
-
-
 def scrub_segment(backend: Backend, entry: SegmentEntry) -> None:
     """Read a segment file and check its header, its digest and every record's.
 
@@ -87,7 +78,7 @@ def check_header(backend: Backend, entry: SegmentEntry) -> None:
         raise Corrupt(
             f"{entry.key}: its header says {layout.nbytes} bytes, its marker {entry.nbytes}. Another copy may be good."
         )
-    _expect_places(entry, layout)
+    expect_places(entry, layout)
 
 
 def scrub_record(backend: Backend, key: str, record: RecordEntry) -> None:
@@ -123,7 +114,8 @@ def _read_header(backend: Backend, entry: SegmentEntry) -> bytes:
     return bytes(header)
 
 
-def _expect_places(entry: SegmentEntry, layout: SegmentLayout) -> None:
+def expect_places(entry: SegmentEntry, layout: SegmentLayout) -> None:
+    """Raise `Corrupt` if a record is not where its marker says; digests are not looked at."""
     for record in entry.records:
         span = layout.spans.get(record.name)
         place = (record.offset, record.nbytes, dtype_of(record.dtype))

@@ -22,11 +22,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.fit.loops._trainer import callbacks_of
 from lightning_moe_ckpt.session._capture import CaptureSession
 from lightning_moe_ckpt.storage import WrappedBackend, wrapping_backends
 from lightning_moe_ckpt.testing import _fault_process
@@ -93,7 +94,7 @@ class FaultInjector(PhaseCallback):
         self._check_places(trainer.world_size)
         self._campaign = _Campaign(self, trainer)
         # A new list: Lightning is iterating over the old one.
-        trainer.callbacks = [*_callbacks(trainer), LatePhase(self)]  # type: ignore[attr-defined]
+        trainer.callbacks = [*callbacks_of(trainer), LatePhase(self)]  # type: ignore[attr-defined]
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -142,10 +143,8 @@ class FaultInjector(PhaseCallback):
         if campaign is not None:
             campaign.close()
         self.unwatch_forward()
-        own = [
-            callback for callback in _callbacks(trainer) if isinstance(callback, LatePhase) and callback.phases is self
-        ]
-        trainer.callbacks = [callback for callback in _callbacks(trainer) if callback not in own]  # type: ignore[attr-defined]
+        left = [each for each in callbacks_of(trainer) if not (isinstance(each, LatePhase) and each.phases is self)]
+        trainer.callbacks = left  # type: ignore[attr-defined]
 
 
 class _Campaign:
@@ -162,7 +161,7 @@ class _Campaign:
         self._schedule = Schedule(
             injector.faults, injector.random, rank=rank, world_size=world_size, fired=fired(folder)
         )
-        checkpoints = [callback for callback in _callbacks(trainer) if isinstance(callback, CheckpointCallback)]
+        checkpoints = [callback for callback in callbacks_of(trainer) if isinstance(callback, CheckpointCallback)]
         self._effects = Effects(self._record, checkpoints[0] if checkpoints else None)
         self._effects.go_on(self._lines)
         self._storage = StorageFaults(self._effects.of_storage, self._strike_due)
@@ -258,11 +257,6 @@ class _Campaign:
                     self._strike(scheduled, "any_time", self._trainer.global_step)
         except BaseException:  # thread entry: nothing above would see it
             log.exception("no more faults at random strike in this attempt")
-
-
-def _callbacks(trainer: Trainer) -> list[Callback]:
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return callbacks
 
 
 class Effects:

@@ -22,7 +22,6 @@ from lightning_moe_ckpt.inspection._verify import disagreements
 from lightning_moe_ckpt.journal import encode_journal
 from lightning_moe_ckpt.storage import (
     Bounds,
-    FsspecBackend,
     GenerationId,
     RankMarker,
     RecordEntry,
@@ -33,6 +32,7 @@ from lightning_moe_ckpt.storage import (
     dtype_code,
     segment_key,
 )
+from lightning_moe_ckpt.storage._fsspec import FsspecBackend
 
 GENERATION = GenerationId(step=4, incarnation=1, nonce="c" * 12)
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64]

@@ -19,8 +19,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_moe_ckpt.cli import main
 from lightning_moe_ckpt.inspection import _answers
-from lightning_moe_ckpt.storage import FsspecBackend, PosixBackend, open_backend
+from lightning_moe_ckpt.storage import PosixBackend, open_backend
 from lightning_moe_ckpt.storage import _scrub as ranges
+from lightning_moe_ckpt.storage._fsspec import FsspecBackend
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *argv: str, status: int = 0) -> dict[str, Any]:

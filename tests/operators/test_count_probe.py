@@ -32,7 +32,8 @@ from lightning_moe_ckpt.operators import (
     register_adapter,
     whole_slice,
 )
-from lightning_moe_ckpt.operators.adapters import AdapterFactory, unregister_adapter
+from lightning_moe_ckpt.operators.adapters import unregister_adapter
+from lightning_moe_ckpt.operators.adapters._by_class import AdapterFactory
 from lightning_moe_ckpt.parallel import ParallelGroups, build_groups
 from lightning_moe_ckpt.planning._first_steps import CountProof
 from operators._families import FAMILIES, nllb_moe

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_moe_ckpt.moe import MoELayer
-from lightning_moe_ckpt.operators import LoadCounter, Measure, discover
+from lightning_moe_ckpt.operators import LoadCounter, discover
 from lightning_moe_ckpt.operators._count_taps import find_score
+from lightning_moe_ckpt.operators._counts import Measure
 
 # Shape suffixes: T tokens, K top-k, E experts.
 

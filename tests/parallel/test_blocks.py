@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_moe_ckpt.parallel import pieces
-from lightning_moe_ckpt.parallel._norms import block_numel
+from lightning_moe_ckpt.parallel._norms import block_numel, pieces
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from launcher import run_world
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from lightning_moe_ckpt.parallel import ParallelGroups, build_groups, global_grad_norm, pieces
-from lightning_moe_ckpt.parallel._norms import _fold, _sums, block_numel
+from lightning_moe_ckpt.parallel import ParallelGroups, build_groups, global_grad_norm
+from lightning_moe_ckpt.parallel._norms import _fold, _sums, block_numel, pieces
 
 
 def dense(name: str) -> Tensor:

@@ -14,7 +14,8 @@ import pytest
 from door import Inventory, Item, Stock
 
 from benchmarks.ranks_agree import EXPERTS, NEW, PER_NODE, Network, World, agreement, choose, marker_of, start_seconds
-from lightning_moe_ckpt.parallel import ROUTE, packed, routing, spreading, summing, tree, uniting, unpacked
+from lightning_moe_ckpt.parallel import ROUTE, packed, routing, spreading, summing, uniting
+from lightning_moe_ckpt.parallel._groups import tree, unpacked
 from lightning_moe_ckpt.recovery import Version
 from lightning_moe_ckpt.recovery._attempt import RestoreAttempt
 from lightning_moe_ckpt.recovery._index import newest_whole

@@ -23,19 +23,9 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, KeyExists, KeyMissing, StorageError, StorageRefused
-from lightning_moe_ckpt.storage import (
-    Backend,
-    Entry,
-    FsspecBackend,
-    PosixBackend,
-    Retrying,
-    RunStore,
-    _backend,
-    _posix,
-    create_once,
-    open_backend,
-)
-from lightning_moe_ckpt.storage._backend import probe_create
+from lightning_moe_ckpt.storage import Backend, Entry, PosixBackend, Retrying, RunStore, _backend, _posix, open_backend
+from lightning_moe_ckpt.storage._backend import create_once, probe_create
+from lightning_moe_ckpt.storage._fsspec import FsspecBackend
 from lightning_moe_ckpt.testing import BackendContract
 
 

@@ -26,7 +26,8 @@ from torch import nn
 from lightning_moe_ckpt.callbacks import DenseCheckpoint
 from lightning_moe_ckpt.errors import KeyExists
 from lightning_moe_ckpt.session import Report
-from lightning_moe_ckpt.storage import Backend, Entry, ObjectBackend, create_once, open_backend
+from lightning_moe_ckpt.storage import Backend, Entry, ObjectBackend, open_backend
+from lightning_moe_ckpt.storage._backend import create_once
 
 CALM = Network()
 STORM = Network(failing=0.3)

@@ -24,7 +24,6 @@ from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.storage import (
     Backend,
     Commit,
-    FsspecBackend,
     GenerationId,
     PosixBackend,
     RankMarker,
@@ -35,6 +34,7 @@ from lightning_moe_ckpt.storage import (
     digest_of,
     segment_key,
 )
+from lightning_moe_ckpt.storage._fsspec import FsspecBackend
 
 A, B, C = EXPERTS
 ALL = Retention(last=100)

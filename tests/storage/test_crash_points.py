@@ -28,7 +28,6 @@ from lightning_moe_ckpt.errors import Corrupt, Fenced, KeyMissing, StorageError
 from lightning_moe_ckpt.storage import (
     Backend,
     Commit,
-    FsspecBackend,
     GenerationId,
     ObjectBackend,
     PosixBackend,
@@ -39,6 +38,7 @@ from lightning_moe_ckpt.storage import (
     _commit,
     digest_of,
 )
+from lightning_moe_ckpt.storage._fsspec import FsspecBackend
 
 WORLD_SIZE = 3
 WINDOW = 2

@@ -21,7 +21,8 @@ from lightning_moe_ckpt.journal._codec import _READERS
 from lightning_moe_ckpt.journal._codec_leaves import LEAF_READERS
 from lightning_moe_ckpt.operators import RecordKind
 from lightning_moe_ckpt.snapshot import JOURNAL
-from lightning_moe_ckpt.storage import FsspecBackend, GenerationId, RunStore, digest_of
+from lightning_moe_ckpt.storage import GenerationId, RunStore, digest_of
+from lightning_moe_ckpt.storage._fsspec import FsspecBackend
 
 NONCE = "0a1b2c3d4e5f"
 SEGMENT = f"snap/000000000000/i000001-{NONCE}/rank00000.000000000000.safetensors"

@@ -17,7 +17,8 @@ from stored._crashes import Crashed, CrashingBackend, When
 from stored._lives import LIFE, named
 
 from lightning_moe_ckpt.errors import Corrupt, Fenced, StorageError
-from lightning_moe_ckpt.storage import Backend, Entry, FsspecBackend, GenerationId, RunView, _log, _view
+from lightning_moe_ckpt.storage import Backend, Entry, GenerationId, RunView, _log, _view
+from lightning_moe_ckpt.storage._fsspec import FsspecBackend
 from lightning_moe_ckpt.storage._json import encode
 from lightning_moe_ckpt.storage._log import HISTORY
 from lightning_moe_ckpt.storage._retention import advanced_history

@@ -20,16 +20,8 @@ from stored._lives import LIFE, named
 from stored._segments import LAYOUT, entry_of, read_segment, segment_bytes, verify_records
 
 from lightning_moe_ckpt.errors import Corrupt, Fenced, KeyExists, KeyMissing, NoUsableGeneration, StorageError
-from lightning_moe_ckpt.storage import (
-    Backend,
-    Commit,
-    FsspecBackend,
-    RankMarker,
-    Retention,
-    RunStore,
-    open_backend,
-    segment_key,
-)
+from lightning_moe_ckpt.storage import Backend, Commit, RankMarker, Retention, RunStore, open_backend, segment_key
+from lightning_moe_ckpt.storage._fsspec import FsspecBackend
 
 NOW = timedelta()
 

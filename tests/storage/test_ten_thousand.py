@@ -16,7 +16,6 @@ from benchmarks.ranks import growth_of
 from benchmarks.ranks_store import Bucket, Client, ManyRanks, figures
 from lightning_moe_ckpt.errors import Corrupt, StorageError
 from lightning_moe_ckpt.storage import (
-    FsspecBackend,
     GenerationId,
     RankMarker,
     ReferencedEntry,
@@ -26,6 +25,7 @@ from lightning_moe_ckpt.storage import (
     _catalog,
     _commit,
 )
+from lightning_moe_ckpt.storage._fsspec import FsspecBackend
 from lightning_moe_ckpt.storage._upkeep import repair_log
 
 NOW = timedelta()

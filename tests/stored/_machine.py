@@ -26,7 +26,6 @@ from lightning_moe_ckpt.recovery import Version
 from lightning_moe_ckpt.storage import (
     Backend,
     Commit,
-    FsspecBackend,
     GenerationId,
     RankMarker,
     Retention,
@@ -36,6 +35,7 @@ from lightning_moe_ckpt.storage import (
     digest_of,
     segment_key,
 )
+from lightning_moe_ckpt.storage._fsspec import FsspecBackend
 from lightning_moe_ckpt.tiers import HostTier, SegmentRing, shared_name
 from stored._crashes import Crashed, CrashingBackend
 from stored._partial import EXPERTS, Sources, part, read_back

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from lightning_moe_ckpt.operators.adapters._by_class import AdapterFactory as AdapterFactory
 from lightning_moe_ckpt.operators.adapters._by_class import find_adapter as find_adapter
 from lightning_moe_ckpt.operators.adapters._by_class import register_adapter as register_adapter
 from lightning_moe_ckpt.operators.adapters._by_class import unregister_adapter as unregister_adapter
