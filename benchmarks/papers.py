@@ -1,8 +1,7 @@
 """Repeat what the papers measured, at a size that two cores do, and hold it against their claims.
 
 `FIGURES` has of each figure what the paper says, in numbers that its text has (what only a picture shows has none), how it is
-measured here, and claims on what was measured. A claim is on order, sign or a band, and is checked, never looked at; a figure has the same shape
-if all of its claims hold. Plans are made at the papers' own size, where bytes are all that is asked for; all else is run.
+measured here, and claims on what was measured. A figure has the same shape if all of its claims hold. Plans are made at the papers' own size, where bytes are all that is asked for; all else is run.
 """
 
 from __future__ import annotations
@@ -18,11 +17,12 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from benchmarks.papers_figure import Figure
+from benchmarks.papers_figure import Figure, number
 from benchmarks.papers_moevement import MOEVEMENTS
 from benchmarks.papers_others import OTHERS
+from benchmarks.papers_page import cells, update
 from benchmarks.papers_plans import Way
-from lightning_moe_ckpt.benchmarks._benchmark import Progress, table_of
+from lightning_moe_ckpt.benchmarks._benchmark import Machine, Progress, table_of
 from lightning_moe_ckpt.errors import ConfigurationError
 
 FIGURES = {figure.key: figure for figure in (*MOEVEMENTS, *OTHERS)}
@@ -58,13 +58,20 @@ class PaperFigure:
 
 
 def measure(options: SimpleNamespace, progress: Progress) -> list[PaperFigure]:
-    """Measure the figures that were asked for; list all if none was."""
-    if not options.figure:
-        return [PaperFigure(**_facts(figure)) for figure in FIGURES.values()]
-    keys = [*FIGURES] if "all" in options.figure else list(dict.fromkeys(options.figure))
-    if unknown := [key for key in keys if key not in FIGURES]:
-        raise ConfigurationError(f"`--figure {' '.join(unknown)}`: there are {', '.join(FIGURES)}, and all.")
-    return [_measured(FIGURES[key], options, progress, i, len(keys)) for i, key in enumerate(keys)]
+    """Measure the figures that were asked for, by their keys or the begin of keys; all if none was, or only list them."""
+    wanted = options.only or ("",)
+    if unknown := [each for each in wanted if not any(key.startswith(each) for key in FIGURES)]:
+        raise ConfigurationError(f"`--only {' '.join(unknown)}`: there are {', '.join(FIGURES)}.")
+    keys = [key for key in FIGURES if any(key == each if each in FIGURES else key.startswith(each) for each in wanted)]
+    if options.list_only:
+        return [PaperFigure(**_facts(FIGURES[key])) for key in keys]
+    found = []
+    for i, key in enumerate(keys):
+        machine = Machine.read()
+        found.append(_measured(FIGURES[key], options, progress, i, len(keys)))
+        if options.page is not None:
+            update(options.page, {key: cells(FIGURES[key], found[-1].ours, found[-1].claims, machine)}, FIGURES)
+    return found
 
 
 def _measured(figure: Figure, options: SimpleNamespace, progress: Progress, done: int, total: int) -> PaperFigure:
@@ -104,7 +111,7 @@ def table(figures: Sequence[PaperFigure]) -> RenderableType:
     """Return a table for each figure, and at the end one line for each; or the list."""
     if not any(figure.ours for figure in figures):
         rows = [[each.key, each.title, f"{each.takes_seconds} s"] for each in figures]
-        return table_of("python -m benchmarks papers --figure KEY", ("figure", "what it is of", "takes"), rows)
+        return table_of("python -m benchmarks papers --only KEY", ("figure", "what it is of", "takes"), rows)
     shown: list[RenderableType] = [part for each in figures for part in _shown(each)]
     rows = [[each.key, each.source, _verdict(each), f"{each.seconds:.0f} s"] for each in figures]
     return Group(*shown, table_of("Shapes", ("figure", "source", "shape", "took"), rows))
@@ -115,8 +122,8 @@ def _shown(figure: PaperFigure) -> list[RenderableType]:
     for row, ours in figure.ours.items():
         paper, unit = figure.paper.get(row), figure.units[row]
         ratio = "" if not paper else f"{ours / paper:.2f}"
-        rows.append([row, "" if paper is None else _number(paper, unit), _number(ours, unit), ratio])
-    only = [[row, _number(value, ""), "", ""] for row, value in figure.paper.items() if row not in figure.ours]
+        rows.append([row, "" if paper is None else number(paper, unit), number(ours, unit), ratio])
+    only = [[row, number(value, ""), "", ""] for row, value in figure.paper.items() if row not in figure.ours]
     title = f"{figure.source}: {figure.title}"
     lines = [f"{'yes' if holds else 'NO '} {text}" for text, holds in figure.claims.items()]
     lines += [_verdict(figure), f"Note: {figure.note}"]
@@ -126,8 +133,3 @@ def _shown(figure: PaperFigure) -> list[RenderableType]:
 
 def _verdict(figure: PaperFigure) -> str:
     return "same shape" if figure.same_shape else "OTHER shape"
-
-
-def _number(value: float, unit: str) -> str:
-    digits = 0 if abs(value) >= 1000 else 1 if abs(value) >= 100 else 2 if abs(value) >= 1 else 3
-    return f"{value:.{digits}f} {unit}".rstrip()

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from benchmarks.papers_plans import Rows, Way
 
+
 @dataclass(frozen=True)
 class Claim:
     """What has to hold of rows for the shape to be the paper's."""
@@ -60,6 +61,8 @@ class Figure:
     note: str
     is_drawn: bool = True
     """Whether another seed measures anything else."""
+    says: str = ""
+    """What the paper shows, where it has no number for it."""
     shown: Sequence[str] = ()
     """Rows for the page; empty for those that the paper has too."""
 
@@ -72,6 +75,13 @@ class Figure:
     def unit_of(self, row: str) -> str:
         """Return the unit of a row, if it has one."""
         return next((unit for begin, unit in self.units.items() if row.startswith(begin)), "")
+
+
+def number(value: float, unit: str) -> str:
+    """Return text of about three digits, with its unit."""
+    digits = 0 if abs(value) >= 1000 else 1 if abs(value) >= 100 else 2 if abs(value) >= 1 else 3
+    text = f"{value:.{digits}f}"
+    return f"{text.rstrip('0').rstrip('.') if '.' in text else text} {unit}".rstrip()
 
 
 PEC, MOETION, TIERCHECK, MOEVEMENT = "PEC (2024)", "MOETION (2024)", "TierCheck (2026)", "MoEvement (2026)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from benchmarks import papers_costs as costs
 from benchmarks import papers_plans as plans
 from benchmarks import papers_runs as runs
 from benchmarks.papers_figure import (
@@ -69,6 +70,20 @@ OTHERS = [
         ],
         note="tensors are cut here; there they are whole, and 76.9 % is about what a rank with all of the embedding has. "
         "Equal shares are cut here too, so that less is left to gain.",
+    ),
+    Figure(
+        key="pec-5c", source=f"{PEC}, Fig. 5c", takes_seconds=20,
+        title="time until a checkpoint is durable, by K, 8 experts",
+        says="with all 8 experts no way of saving is done within a forward and backward pass of 0.78 s; with fewer and sharding it is",
+        units={"MB": "MB", "ms": "ms"},
+        measure=runs.duration_by_k, is_drawn=False,
+        claims=[
+            ascending("longer as K grows", "ms, K=1", "ms, K=8"),
+            ascending("more bytes as K grows", *(f"MB, K={k}" for k in (1, 2, 4, 8))),
+        ],
+        shown=(*(f"ms, K={k}" for k in (1, 2, 4, 8)), "ms, a step without"),
+        note="one rank, storage on this machine's disk: what a step waits for its own checkpoint beyond its own time. Shares of ranks, which two cores "
+        "cannot time, are in Fig. 5b as bytes.",
     ),
     Figure(
         key="pec-5d", source=f"{PEC}, Fig. 5d", takes_seconds=90,
@@ -171,6 +186,26 @@ OTHERS = [
         note="plans at the paper's size. 12 bytes per parameter here (weights and moments in fp32), 10 there.",
     ),
     Figure(
+        key="moetion-5", source=f"{MOETION}, Fig. 5", takes_seconds=75,
+        title="what a checkpoint adds to a step, one at each",
+        paper={"throughput, CheckFreq, times less": 5.0},
+        units={"step": "ms", "longer": "%"},
+        measure=costs.selective_iterations, is_drawn=False,
+        claims=[ascending("selective, whole in memory, torch.save", *(f"longer, {each}" for each in ("selective", "dense in memory", "torch.save")))],
+        shown=("throughput, CheckFreq, times less", *(f"longer, {each}" for each in ("selective", "dense in memory", "torch.save"))),
+        note="copies of a model of 4 M parameters on two cores, which train meanwhile; `dense in memory` stands for Gemini, `torch.save` for CheckFreq. "
+        "The paper's stalls are 28 s (Gemini) and 100 s, MOETION's none.",
+    ),
+    Figure(
+        key="moetion-6", source=f"{MOETION}, Fig. 6", takes_seconds=75,
+        title="checkpoints in 100 steps that cost 3.5 % of time",
+        paper={"in 100 steps, selective": 100, "in 100 steps, dense in memory": 6, "in 100 steps, torch.save": 2},
+        units={},
+        measure=costs.frequency, is_drawn=False,
+        claims=[ascending("selective most often, torch.save least", *(f"in 100 steps, {each}" for each in ("torch.save", "dense in memory", "selective")))],
+        note="from the same fits; the paper's limit is no stall at all. On two cores a copy takes time from training that a GPU's would not.",
+    ),
+    Figure(
         key="moetion-8", source=f"{MOETION}, Fig. 8", takes_seconds=90,
         title="validation loss around four faults, a selective checkpoint at every step",
         paper={"highest spike, in units of loss": 0.5},
@@ -227,6 +262,33 @@ OTHERS = [
         note="in percent of the tokens of one step, on average over steps. Routers are skewed by hand, so that four or five of 16 experts have most.",
     ),
     Figure(
+        key="tiercheck-exp1", source=f"{TIERCHECK}, Exp1", takes_seconds=75,
+        title="what a checkpoint at each step adds to it",
+        paper={"longer, differences": 15.1, "differences shorter than dense in memory": 60.8, "differences shorter than torch.save": 82.7},
+        units={"step": "ms", "": "%"},
+        measure=costs.iteration_time, is_drawn=False,
+        claims=[
+            ascending("differences, memory, storage", *(f"longer, {name}" for name in ("differences", "dense in memory", "torch.save"))),
+            at_most("differences: no more than in the paper", "longer, differences", 15.1),
+        ],
+        note="the paper's largest numbers, of 40 B parameters. A step here is long beside its state, so that whole checkpoints cost it less; lossless differences.",
+    ),
+    Figure(
+        key="tiercheck-exp2", source=f"{TIERCHECK}, Exp2", takes_seconds=30,
+        title="time until what a step has made is durable",
+        paper={"CheckFreq, of TierCheck": 20.0 / 3.2, "Gemini, of TierCheck": 16.7 / 3.2},
+        units={"MB": "MB", "ms": "ms"},
+        measure=runs.time_until_durable, is_drawn=False,
+        claims=[
+            ascending("compressed, lossless, everything: bytes", *(f"MB, {name}" for name in ("compressed", "lossless", "everything"))),
+            no_more("lossless is durable before everything", "ms, lossless", "ms, everything"),
+            no_more("compressed is durable before everything", "ms, compressed", "ms, everything"),
+        ],
+        shown=("CheckFreq, of TierCheck", "Gemini, of TierCheck", *(f"ms, {name}" for name in ("compressed", "lossless", "everything"))),
+        note="what a step waits for its own, each stored alone; median, so that full states, one in 64 steps, do not show. Selecting and packing on a busy "
+        "core is most of it, where the paper's writes are.",
+    ),
+    Figure(
         key="tiercheck-exp3", source=f"{TIERCHECK}, Exp3", takes_seconds=70,
         title="steps between two checkpoints that slow training down by 3.5 %",
         paper={
@@ -235,7 +297,7 @@ OTHERS = [
             "steps between two, torch.save": 21,
         },
         units={"steps": "", "step": "ms", "a checkpoint": "%"},
-        measure=runs.interval, is_drawn=False,
+        measure=costs.interval, is_drawn=False,
         claims=[
             ascending(
                 "differences come most often, then memory, then storage",
@@ -245,11 +307,24 @@ OTHERS = [
         note="from what one checkpoint adds to a step; `dense in memory` stands for Gemini, `torch.save` for CheckFreq.",
     ),
     Figure(
+        key="tiercheck-exp5", source=f"{TIERCHECK}, Exp5", takes_seconds=90,
+        title="what a checkpoint at each step adds, by size of the model",
+        paper={"longer, differences, least": 10.6, "longer, differences, most": 15.1},
+        units={"step": "ms", "": "%"},
+        measure=costs.iteration_by_size, is_drawn=False,
+        claims=[
+            *(no_more(f"differences cost less than whole states, width {dim}", f"longer, differences, width {dim}", f"longer, dense in memory, width {dim}")
+              for dim in (64, 128, 192)),
+        ],
+        shown=("longer, differences, least", "longer, differences, most", *(f"longer, {name}, width {dim}" for name in ("differences", "dense in memory") for dim in (64, 128, 192))),
+        note="1 to 10 million parameters, not 10 to 40 billion: small tensors dominate at the least width.",
+    ),
+    Figure(
         key="tiercheck-exp7", source=f"{TIERCHECK}, Exp7", takes_seconds=30,
         title="time to get over 20, 50 and 100 steps in a restart",
         paper={"less than one by one": 36.2, "trained again, times one pass": 14.4},
         units={"less": "%", "trained": "", "": "ms"},
-        measure=runs.fused_replay, is_drawn=False,
+        measure=costs.fused_replay, is_drawn=False,
         claims=[
             *(
                 ascending(f"fused, one by one, trained again: {n} steps", *(f"{n} steps, {way}" for way in ("one pass", "a pass each", "trained again")))
@@ -274,7 +349,7 @@ OTHERS = [
         key="tiercheck-exp9", source=f"{TIERCHECK}, Exp9", takes_seconds=110,
         title="size of storage, in full states",
         paper={"kept all, at step 100": 1140 / 228, "steady": 342.1 / 228, "largest": 570.1 / 228, "least": 1.0},
-        measure=runs.storage, is_drawn=False,
+        measure=costs.storage, is_drawn=False,
         claims=[
             ascending("what is kept grows without end", "kept all, at step 100", "kept all, at the end"),
             *(
@@ -287,3 +362,14 @@ OTHERS = [
         "two bases with what is between them are more states.",
     ),
 ]  # fmt: skip
+
+UNTOLD = {
+    "MoEvement, Figs. 1, 11 and Table 4": "ETTR by interval, of clusters of thousands of GPUs and of the paper's simulator: formulas of measured parts, and this package has "
+    "no simulator whose formulas could be wrong; the parts are in Table 3, Figs. 10 and 13.",
+    "MoEvement, Figs. 2, 3, 5, 7, 8, 9a, 14": "pictures of mechanisms; tests of replay, of frozen operators and of stages that recover alone or together show them.",
+    "MOETION, Fig. 7": "time that a fault wastes is mostly that of a start and of reading; `python -m benchmarks recovery` measures both, by kind of failure, beside DCP and Lightning.",
+    "TierCheck, Exp4": "as MOETION, Fig. 7: `recovery` has the loss of a process, of a node and of all nodes.",
+    "TierCheck, Exp6": "sixteen ranks of data, pipeline and tensor parallelism on two cores measure how processes share cores, not what checkpoints add; campaigns "
+    "of `python -m lightning_moe_ckpt.testing` show that restarts are exact there.",
+}
+"""Results that are not repeated, and why."""

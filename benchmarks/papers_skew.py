@@ -70,9 +70,7 @@ def activated(way: Way) -> Rows:
     """Experts with a token, by skew, at the paper's tokens per step: MoEvement, Fig. 15."""
     rows, draw = Rows(), np.random.default_rng(way.seed)
     for skew, alpha in ALPHAS.items():
-        counts = [
-            draw.multinomial(_PAPER_SLOTS, np.exp(drawn(alpha, _PAPER_EXPERTS, draw))) for _ in range(_DRAWS)
-        ]
+        counts = [draw.multinomial(_PAPER_SLOTS, np.exp(drawn(alpha, _PAPER_EXPERTS, draw))) for _ in range(_DRAWS)]
         rows[f"skew, S={skew:g}"] = statistics.fmean(float(load_skew(torch.from_numpy(each))) for each in counts)
         active = sorted(int((each > 0).sum()) for each in counts)
         for name, part in (("first quartile", 4), ("median", 2)):
@@ -134,7 +132,9 @@ _PRODUCTS: dict[Any, int] = {
 class _Counts(Callback):
     """Writes a line per batch, with the multiplications since the line before."""
 
-    def __init__(self, record: str, mode: CountedProducts, checkpoint: PartialExpertCheckpoint | SparseCheckpoint) -> None:
+    def __init__(
+        self, record: str, mode: CountedProducts, checkpoint: PartialExpertCheckpoint | SparseCheckpoint
+    ) -> None:
         self._lines, self._mode, self._checkpoint = JsonLines(record), mode, checkpoint
 
     @override
@@ -234,7 +234,7 @@ def _all(skews: tuple[float, ...] = tuple(ALPHAS)) -> dict[tuple[float, ReplayOr
 
 def recomputation(_: Way) -> Rows:
     """Work of replay by skew and order, and what partial checkpoints lose: MoEvement, Fig. 16."""
-    found, rows = _all(), Rows()
+    found, rows = _all(), Rows({"least possible": 100 * 2 / 3})
     for skew in ALPHAS:
         parts = {order: 100 * repeated(found[skew, order], _WINDOW)[1] for order in ("fixed", "popularity")}
         rows |= {f"work of replay, S={skew:g}, {order}": part for order, part in parts.items()}

@@ -53,10 +53,17 @@ PRECISIONS = {
 }
 """Table 7: weights that compute, master weights, moments. Seconds from MoC's overhead, which is largest and so least rounded."""
 MODELS = {
-    "MoE-LLaVa": Job(replicas=2, model=PaperModel(layers=6, dim=1536, experts=4, vocabulary=0), seconds=5.88 / 3.47, paper=3),
-    "GPT-MoE": Job(replicas=4, model=PaperModel(layers=4, dim=1536, experts=32, vocabulary=0), seconds=8.36 / 3.97, paper=3),
+    "MoE-LLaVa": Job(
+        replicas=2, model=PaperModel(layers=6, dim=1536, experts=4, vocabulary=0), seconds=5.88 / 3.47, paper=3
+    ),
+    "GPT-MoE": Job(
+        replicas=4, model=PaperModel(layers=4, dim=1536, experts=32, vocabulary=0), seconds=8.36 / 3.97, paper=3
+    ),
     "QWen-MoE": Job(
-        replicas=2, model=PaperModel(layers=4, dim=2048, hidden=2112, experts=64, vocabulary=0), seconds=9.68 / 3.86, paper=5
+        replicas=2,
+        model=PaperModel(layers=4, dim=2048, hidden=2112, experts=64, vocabulary=0),
+        seconds=9.68 / 3.86,
+        paper=5,
     ),
     "DeepSeek-MoE": Job(
         model=PaperModel(layers=3, dim=2048, hidden=2112, experts=64, vocabulary=0), seconds=13.65 / 4.70, paper=6
