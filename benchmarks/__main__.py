@@ -109,7 +109,10 @@ _BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what other
         "Figures of the papers, repeated on two cores: ours beside theirs, and whether the shape is the same.",
         [
             option(
-                "--only", "A figure, or how its key begins; repeat for several (default: all).", "KEY", multiple=True
+                "--only",
+                "A figure, or how keys begin; repeat for several (default: all but ten long ones).",
+                "KEY",
+                multiple=True,
             ),
             flag("--list", "List the figures, and measure nothing.", "list_only"),
             option("--page", "Put rows into the tables of docs/papers.md.", "PATH", type=Path),

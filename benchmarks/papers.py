@@ -58,13 +58,15 @@ class PaperFigure:
 
 
 def measure(options: SimpleNamespace, progress: Progress) -> list[PaperFigure]:
-    """Measure the figures that were asked for, by their keys or the begin of keys; all if none was, or only list them."""
+    """Measure the figures that were asked for, by their keys or how these begin, or only list them; none stands for all that are not long."""
     wanted = options.only or ("",)
     if unknown := [each for each in wanted if not any(key.startswith(each) for key in FIGURES)]:
         raise ConfigurationError(f"`--only {' '.join(unknown)}`: there are {', '.join(FIGURES)}.")
     keys = [key for key in FIGURES if any(key == each if each in FIGURES else key.startswith(each) for each in wanted)]
     if options.list_only:
         return [PaperFigure(**_facts(FIGURES[key])) for key in keys]
+    if not options.only:
+        keys = [key for key in keys if not FIGURES[key].is_long]
     found = []
     for i, key in enumerate(keys):
         machine = Machine.read()

@@ -61,6 +61,8 @@ class Figure:
     note: str
     is_drawn: bool = True
     """Whether another seed measures anything else."""
+    is_long: bool = False
+    """Whether it is measured only if its key is given, so that all others together take a quarter of an hour."""
     says: str = ""
     """What the paper shows, where it has no number for it."""
     shown: Sequence[str] = ()

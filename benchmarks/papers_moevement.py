@@ -38,7 +38,7 @@ MOEVEMENTS = [
             at_most("packed windows are no longer than those of Algorithm 1", "packed, longest over Algorithm 1", 0),
         ],
         note="the planner with `algorithm1`, at the paper's bytes and seconds. It tells no bandwidth: DeepSeek-MoE's window gives 283 MB/s per GPU, which "
-        "no PCIe bus limits it to, and the others follow. `packed`, the default here, needs a step less for three of the four.",
+        "no PCIe bus limits it to, and the others follow. `packed`, the default here, needs a step less for the two of 64 experts.",
     ),
     Figure(
         key="moevement-table5", source=f"{MOEVEMENT}, Table 5", takes_seconds=90,
@@ -143,11 +143,13 @@ MOEVEMENTS = [
         measure=skew.activated,
         claims=[
             *(Claim(f"the metric finds S={each:g}, to 0.05", (f"skew, S={each:g}",), lambda x, each=each: abs(x[0] - each) <= 0.05) for each in skew.ALPHAS),
+            at_least("most have a token at S=0.25", "experts with a token, S=0.25, median", 33),
+            at_least("most have a token at S=0.99", "experts with a token, S=0.99, median", 33),
             ascending("fewer have a token as skew grows", *(f"experts with a token, S={each:g}, median" for each in reversed(skew.ALPHAS))),
         ],
         shown=tuple(f"experts with a token, S={each:g}, median" for each in skew.ALPHAS),
-        note="200 draws of each of the paper's alphas: skews are as the paper says, but most experts have no token, for a share is below 1e-7 with probability "
-        "1 - (1e-7)^alpha or so. Routers with noise or a balancing loss, as in Fig. 4, keep them active.",
+        note="200 draws of each of the paper's alphas: skews are as the paper says, but most experts have no token, for a share is below 1e-7 with a "
+        "probability of (1e-7)^alpha or so. Routers with noise or a balancing loss, as in Fig. 4, keep them active.",
     ),
     Figure(
         key="moevement-16", source=f"{MOEVEMENT}, Fig. 16", takes_seconds=100,
@@ -168,7 +170,7 @@ MOEVEMENTS = [
         "MoC's mean loss does not depend on skew, only how much it varies does: an expert waits as long whatever it has.",
     ),
     Figure(
-        key="moevement-9", source=f"{MOEVEMENT}, Fig. 9", takes_seconds=120,
+        key="moevement-9", source=f"{MOEVEMENT}, Fig. 9", takes_seconds=120, is_long=True,
         title="a step that is taken again after the loss of one of 3 stages",
         paper={"shorter by": 23.0},
         units={"all": "ms", "that": "ms", "shorter": "%"},

@@ -22,7 +22,7 @@ _EVERYWHERE = {"": "%"}
 
 OTHERS = [
     Figure(
-        key="pec-2", source=f"{PEC}, Fig. 2", takes_seconds=90,
+        key="pec-2", source=f"{PEC}, Fig. 2", takes_seconds=90, is_long=True,
         title="final loss and PLT after one fault, by K and interval I, 8 experts",
         paper={"PLT, K=2, I=32": 7.5, "largest change of loss, PLT below 7.5 %": 100 * (4.8851 / 4.8808 - 1)},
         units=_EVERYWHERE,
@@ -86,7 +86,7 @@ OTHERS = [
         "cannot time, are in Fig. 5b as bytes.",
     ),
     Figure(
-        key="pec-5d", source=f"{PEC}, Fig. 5d", takes_seconds=90,
+        key="pec-5d", source=f"{PEC}, Fig. 5d", takes_seconds=90, is_long=True,
         title="PLT over eight faults, fixed K=1 and Dynamic-K, I=1",
         paper={"limit of PLT": 5.0},
         units={"PLT": "%", "limit": "%"},
@@ -101,7 +101,7 @@ OTHERS = [
         "part of the last loss. K is doubled before the limit is met, if another such fault would exceed it.",
     ),
     Figure(
-        key="pec-6", source=f"{PEC}, Fig. 6", takes_seconds=80,
+        key="pec-6", source=f"{PEC}, Fig. 6", takes_seconds=80, is_long=True,
         title="final loss after one early, middle or late fault, sequential and load-aware",
         paper={"accuracy, load-aware above sequential, least": 0.005, "accuracy, load-aware above sequential, most": 0.18},
         units=_EVERYWHERE,
@@ -130,7 +130,7 @@ OTHERS = [
         note="no copies on other nodes here, as there: with `replicas` PLT is that of snapshot-K on both nodes.",
     ),
     Figure(
-        key="moetion-table1", source=f"{MOETION}, Table 1", takes_seconds=90,
+        key="moetion-table1", source=f"{MOETION}, Table 1", takes_seconds=90, is_long=True,
         title="loss by the share of tokens that experts drop",
         paper={
             f"loss above none, {share} % dropped": 100 * (loss / 2.8861 - 1)
@@ -206,7 +206,7 @@ OTHERS = [
         note="from the same fits; the paper's limit is no stall at all. On two cores a copy takes time from training that a GPU's would not.",
     ),
     Figure(
-        key="moetion-8", source=f"{MOETION}, Fig. 8", takes_seconds=90,
+        key="moetion-8", source=f"{MOETION}, Fig. 8", takes_seconds=90, is_long=True,
         title="validation loss around four faults, a selective checkpoint at every step",
         paper={"highest spike, in units of loss": 0.5},
         units={"highest spike, in": "", "": "%"},
@@ -250,7 +250,7 @@ OTHERS = [
         "node writes its own share; gradients stand for states only where an expert stays chosen.",
     ),
     Figure(
-        key="moetion-11", source=f"{MOETION}, Fig. 11", takes_seconds=90,
+        key="moetion-11", source=f"{MOETION}, Fig. 11", takes_seconds=90, is_long=True,
         title="tokens at risk, experts in turns and by popularity",
         paper={"by budget, of turns, 4 of 16": 0.5},
         units={"tokens": "%"},
@@ -307,7 +307,7 @@ OTHERS = [
         note="from what one checkpoint adds to a step; `dense in memory` stands for Gemini, `torch.save` for CheckFreq.",
     ),
     Figure(
-        key="tiercheck-exp5", source=f"{TIERCHECK}, Exp5", takes_seconds=90,
+        key="tiercheck-exp5", source=f"{TIERCHECK}, Exp5", takes_seconds=90, is_long=True,
         title="what a checkpoint at each step adds, by size of the model",
         paper={"longer, differences, least": 10.6, "longer, differences, most": 15.1},
         units={"step": "ms", "": "%"},
@@ -335,7 +335,7 @@ OTHERS = [
         note="state is in the caches of a CPU in part, and no ranks are synchronised between steps.",
     ),
     Figure(
-        key="tiercheck-exp8", source=f"{TIERCHECK}, Exp8", takes_seconds=80,
+        key="tiercheck-exp8", source=f"{TIERCHECK}, Exp8", takes_seconds=80, is_long=True,
         title="final loss after four faults under differences",
         units={"": "%"},
         measure=runs.convergence,
@@ -346,7 +346,7 @@ OTHERS = [
         note="the paper has a slightly lower final loss with faults than without.",
     ),
     Figure(
-        key="tiercheck-exp9", source=f"{TIERCHECK}, Exp9", takes_seconds=110,
+        key="tiercheck-exp9", source=f"{TIERCHECK}, Exp9", takes_seconds=110, is_long=True,
         title="size of storage, in full states",
         paper={"kept all, at step 100": 1140 / 228, "steady": 342.1 / 228, "largest": 570.1 / 228, "least": 1.0},
         measure=costs.storage, is_drawn=False,

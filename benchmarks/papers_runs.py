@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
@@ -41,6 +41,7 @@ from lightning_moe_ckpt.callbacks import (
     SelectiveExpertCheckpoint,
 )
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
+from lightning_moe_ckpt.policies import DifferentialMode
 from lightning_moe_ckpt.testing import Kill
 
 T = TypeVar("T")
@@ -435,7 +436,7 @@ def _durable_fit(name: str, size: ModelSize, taken: int, steps: int) -> tuple[fl
             checkpoint = PartialExpertCheckpoint(url, k=taken, plt_budget=None, overhead_target=None)
         elif name in ("lossless", "compressed"):
             # Storage gets differences one by one, so that each step waits for its own.
-            checkpoint = DifferentialCheckpoint(url, every_n_steps=64, batch=1, mode=name)
+            checkpoint = DifferentialCheckpoint(url, every_n_steps=64, batch=1, mode=cast("DifferentialMode", name))
         else:
             checkpoint = SelectiveExpertCheckpoint(url, local_budget=budget, remote_budget=budget, overhead_target=None)
         durable, bare = differential.StepTimes(folder), differential.StepTimes(folder)

@@ -103,7 +103,7 @@ class _SkewModel(BenchModel):
             layer.normalize_gate = False
             logs_E = torch.from_numpy(drawn(alpha, size.num_experts, draw)).float().clamp(min=-1e4)
             forced = _Forced(logs_E)
-            layer.gate.register_forward_hook(lambda _, __, out, forced=forced: forced(out))  # type: ignore[misc]
+            layer.gate.register_forward_hook(lambda _, __, out, forced=forced: forced(out))
 
 
 class CountedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -114,24 +114,24 @@ def _params(job: Job) -> int:
     return sum(full for full, _ in sizes.values())
 
 
-def _window(job: Job, bandwidth: float, planner: PlannerName = "algorithm1") -> int:
+def window_of(job: Job, bandwidth: float, planner: PlannerName = "algorithm1") -> int:
     """Return the window at a bandwidth in bytes per second."""
     return _planned(job, int(bandwidth * job.seconds), planner)[0]
 
 
-def _bandwidth(job: Job) -> float:
+def bandwidth_of(job: Job) -> float:
     """Return the middle of the bandwidths with which Algorithm 1 finds the paper's window."""
     state = _params(job) * job.full / job.seconds
-    found = [share for i in range(10, 100) if _window(job, (share := i / 100) * state) == job.paper]
+    found = [share for i in range(10, 100) if window_of(job, (share := i / 100) * state) == job.paper]
     return state * (found[0] + found[-1]) / 2
 
 
 def _windows(jobs: Mapping[str, Job], given: str) -> Rows:
-    bandwidth = _bandwidth(jobs[given])
+    bandwidth = bandwidth_of(jobs[given])
     rows: Rows = {"bandwidth, from one row": bandwidth / 1e6}
     for name, job in jobs.items():
-        rows[f"window, {name}"] = float(_window(job, bandwidth))
-        rows[f"packed, {name}"] = float(_window(job, bandwidth, "packed"))
+        rows[f"window, {name}"] = float(window_of(job, bandwidth))
+        rows[f"packed, {name}"] = float(window_of(job, bandwidth, "packed"))
         rows[f"off, {name}"] = rows[f"window, {name}"] - job.paper
     others = [name for name in jobs if name != given]
     rows["others within a step"] = float(sum(abs(rows[f"off, {name}"]) <= 1 for name in others))
@@ -158,7 +158,7 @@ def size_of_snapshots(_: Way) -> Rows:
     for window in (3, 6):
         for planner in ("algorithm1", "packed"):
             budget = _least_budget(job, window, planner)
-            _, steps = _planned(job, budget, planner)
+            steps = _planned(job, budget, planner)[1]
             rows[f"smaller than dense, window {window}, {planner}"] = 100 * (1 - max(steps) / state)
     return rows
 

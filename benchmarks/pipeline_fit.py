@@ -92,10 +92,11 @@ class _ExpertStage(nn.Module):
 
     def __init__(self, layers: range, num_experts: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict({str(i): MoELayer(_MOE_DIM, _MOE_HIDDEN, num_experts, top_k=1) for i in layers})
-        for layer in self.layers.values():
+        by_name = {str(i): MoELayer(_MOE_DIM, _MOE_HIDDEN, num_experts, top_k=1) for i in layers}
+        for layer in by_name.values():
             logits_E = -_STEEP * torch.randperm(num_experts)
-            layer.gate.register_forward_hook(lambda _, __, out, logits_E=logits_E: out + logits_E)  # type: ignore[misc]
+            layer.gate.register_forward_hook(lambda _, __, out, logits_E=logits_E: out + logits_E)
+        self.layers = nn.ModuleDict(by_name)
 
     @override
     def forward(self, x_BTD: Tensor) -> Tensor:
