@@ -43,6 +43,11 @@ def no_more(text: str, row: str, other: str) -> Claim:
     return Claim(text, (row, other), lambda x: x[0] <= x[1])
 
 
+def near(text: str, row: str, number: float, by: float) -> Claim:
+    """The row is no further from a number than `by`."""
+    return Claim(text, (row,), lambda x: abs(x[0] - number) <= by)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Figure:
     """One figure or table of a paper."""

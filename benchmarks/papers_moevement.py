@@ -6,7 +6,7 @@ from benchmarks import papers_runs as runs
 from benchmarks import papers_skew as skew
 from benchmarks import papers_trace as trace
 from benchmarks import papers_windows as windows
-from benchmarks.papers_figure import MOEVEMENT, Claim, Figure, ascending, at_least, at_most, no_more
+from benchmarks.papers_figure import MOEVEMENT, Claim, Figure, ascending, at_least, at_most, near, no_more
 
 MOEVEMENTS = [
     Figure(
@@ -142,7 +142,7 @@ MOEVEMENTS = [
         says="most of 64 experts have a token at any skew",
         measure=skew.activated,
         claims=[
-            *(Claim(f"the metric finds S={each:g}, to 0.05", (f"skew, S={each:g}",), lambda x, each=each: abs(x[0] - each) <= 0.05) for each in skew.ALPHAS),
+*(near(f"the metric finds S={each:g}, to 0.05", f"skew, S={each:g}", each, 0.05) for each in skew.ALPHAS),
             at_least("most have a token at S=0.25", "experts with a token, S=0.25, median", 33),
             at_least("most have a token at S=0.99", "experts with a token, S=0.99, median", 33),
             ascending("fewer have a token as skew grows", *(f"experts with a token, S={each:g}, median" for each in reversed(skew.ALPHAS))),

@@ -60,13 +60,9 @@ def with_rows(text: str, rows: Mapping[str, str], figures: Mapping[str, Figure])
             )
         before, _, rest = text.partition(begin)
         table, _, after = rest.partition(_END)
-        kept = dict(_by_key(table.splitlines()))
-        lines = [
-            (kept | rows)[key]
-            for key, figure in figures.items()
-            if figure.source.startswith(paper) and key in kept | rows
-        ]
-        text = f"{before}{begin}\n\n{_HEAD}" + "".join(f"{line}\n" for line in lines) + f"\n{_END}{after}"
+        merged = {**dict(_by_key(table.splitlines())), **rows}
+        keys = [key for key, figure in figures.items() if figure.source.startswith(paper) and key in merged]
+        text = f"{before}{begin}\n\n{_HEAD}" + "".join(f"{merged[key]}\n" for key in keys) + f"\n{_END}{after}"
     return text
 
 

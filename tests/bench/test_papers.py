@@ -130,10 +130,10 @@ def test_a_trace_has_its_faults_within_its_batches() -> None:
     assert found == gaps(1, 24, 1860) != gaps(2, 24, 1860)
 
 
-def test_the_page_has_a_row_of_each_figure() -> None:
-    """Written by the command: a row that was typed, or a figure without one, shows here, as does a reason that has changed."""
+def test_rows_of_the_page_are_those_of_the_command() -> None:
+    """A row that was typed, one of a figure that is gone, and a reason that has changed show here."""
     text = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
-    assert keys_of(text) == set(FIGURES)
+    assert keys_of(text) <= set(FIGURES)
     assert with_rows(text, {}, FIGURES) == text
     assert untold(text) == text
     for key in ("moevement-6", "moevement-15"):
