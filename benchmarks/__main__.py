@@ -46,6 +46,7 @@ _BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what other
             number("--stages", 3, "Pipeline stages, a process each."),
             number("--micro-batches", 4, "Of a batch."),
             number("--stage-ms", 20, "A stage sleeps in one of the three passes over a micro-batch."),
+            option("--stage-experts", "Experts of a layer of a stage; 0 for stages without.", "N", type=int, default=0),
             number("--pipeline-kills", 6, "Kills of every system."),
             several("--pipeline-systems", ["torchrun", "computes_all", "in_place", "alone"], "What is compared"),
             option("--pipeline-folder", "For checkpoints (default: the temporary directory).", "PATH", type=Path),
@@ -116,11 +117,13 @@ _BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what other
         "Figures of the papers, repeated on two cores: ours beside theirs, and whether the shape is the same.",
         [
             option(
-                "--figure",
-                "One of the figures, or all; repeat for several (default: lists them).",
+                "--only",
+                "A figure, or how keys begin; repeat for several (default: all but ten long ones).",
                 "KEY",
                 multiple=True,
             ),
+            flag("--list", "List the figures, and measure nothing.", "list_only"),
+            option("--page", "Put rows into the tables of docs/papers.md.", "PATH", type=Path),
             flag("--full", "Three seeds, and longer runs."),
         ],
     ),

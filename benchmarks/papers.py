@@ -1,8 +1,7 @@
 """Repeat what the papers measured, at a size that two cores do, and hold it against their claims.
 
 `FIGURES` has of each figure what the paper says, in numbers that its text has (what only a picture shows has none), how it is
-measured here, and claims on what was measured. A claim is on order, sign or a band, and is checked, never looked at; a figure has the same shape
-if all of its claims hold. Plans are made at the papers' own size, where bytes are all that is asked for; all else is run.
+measured here, and claims on what was measured. A figure has the same shape if all of its claims hold. Plans are made at the papers' own size, where bytes are all that is asked for; all else is run.
 """
 
 from __future__ import annotations
@@ -10,397 +9,23 @@ from __future__ import annotations
 import statistics
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from benchmarks import papers_plans as plans
-from benchmarks import papers_runs as runs
-from benchmarks.papers_plans import Rows, Way
-from lightning_moe_ckpt.benchmarks._benchmark import Progress, table_of
+from benchmarks.papers_figure import Figure, number
+from benchmarks.papers_moevement import MOEVEMENTS
+from benchmarks.papers_others import OTHERS
+from benchmarks.papers_page import cells, update
+from benchmarks.papers_plans import Way
+from lightning_moe_ckpt.benchmarks._benchmark import Machine, Progress, table_of
 from lightning_moe_ckpt.errors import ConfigurationError
 
-
-@dataclass(frozen=True)
-class Claim:
-    """What has to hold of rows for the shape to be the paper's."""
-
-    text: str
-    rows: tuple[str, ...]
-    """Those that it is on."""
-    check: Callable[[Sequence[float]], bool] = field(repr=False)
-
-    def holds(self, ours: Mapping[str, float]) -> bool:
-        """Return whether it does. Raises `KeyError` if a row was not measured; NaN meets nothing."""
-        return self.check([ours[row] for row in self.rows])
-
-
-def ascending(text: str, *rows: str) -> Claim:
-    """None of the rows is smaller than the one before, and the last one is larger than the first."""
-    return Claim(text, rows, lambda x: x[0] < x[-1] and all(a <= b for a, b in pairwise(x)))
-
-
-def at_most(text: str, row: str, limit: float) -> Claim:
-    """The row is no larger than a number."""
-    return Claim(text, (row,), lambda x: x[0] <= limit)
-
-
-def at_least(text: str, row: str, limit: float) -> Claim:
-    """The row is no smaller than a number."""
-    return Claim(text, (row,), lambda x: x[0] >= limit)
-
-
-def no_more(text: str, row: str, other: str) -> Claim:
-    """One row is no larger than another one."""
-    return Claim(text, (row, other), lambda x: x[0] <= x[1])
-
-
-@dataclass(frozen=True, kw_only=True)
-class Figure:
-    """One figure or table of a paper."""
-
-    key: str
-    source: str
-    title: str
-    takes_seconds: int
-    """About, on two cores."""
-    paper: Mapping[str, float] = field(default_factory=dict)
-    """Numbers of its text: by row, or, where nothing here is of the same, by what they are of."""
-    units: Mapping[str, str] = field(default_factory=dict)
-    """By how the names of rows begin; the first that fits."""
-    measure: Callable[[Way], Rows]
-    claims: Sequence[Claim]
-    note: str
-    is_drawn: bool = True
-    """Whether another seed measures anything else."""
-
-    def unit_of(self, row: str) -> str:
-        """Return the unit of a row, if it has one."""
-        return next((unit for begin, unit in self.units.items() if row.startswith(begin)), "")
-
-
-PEC, MOETION, TIERCHECK, MOEVEMENT = "PEC (2024)", "MOETION (2024)", "TierCheck (2026)", "MoEvement (2026)"
-_KS, _PARTS = (1, 2, 4), (25, 50, 75)
-_EVERYWHERE = {"": "%"}
-
-_ALL = [
-    Figure(
-        key="pec-2", source=f"{PEC}, Fig. 2", takes_seconds=90,
-        title="final loss and PLT after one fault, by K and interval I, 8 experts",
-        paper={"PLT, K=2, I=32": 7.5, "largest change of loss, PLT below 7.5 %": 100 * (4.8851 / 4.8808 - 1)},
-        units=_EVERYWHERE,
-        measure=runs.loss_by_plt,
-        claims=[
-            *(ascending(f"PLT falls as K grows, I={i}", *(f"PLT, K={k}, I={i}" for k in reversed(_KS))) for i in (1, 32)),
-            *(ascending(f"PLT grows with I, K={k}", f"PLT, K={k}, I=1", f"PLT, K={k}, I=32") for k in _KS),
-            no_more("loss stays put where PLT is below 7.5 %", "largest change of loss, PLT below 7.5 %", "margin"),
-        ],
-        note="hundreds of steps, not a training of 180 G tokens: the same I is a larger part of the run, so PLT at I=32 is "
-        "higher, and two fault-free runs are further apart (margin).",
-    ),
-    Figure(
-        key="pec-5a", source=f"{PEC}, Fig. 5a", takes_seconds=3,
-        title="bytes of a checkpoint without copies, by K, GPT-MoE with 8 experts",
-        paper={"smaller by, K=1": 54.2},
-        units=_EVERYWHERE,
-        measure=plans.size_by_k, is_drawn=False,
-        claims=[
-            ascending("smaller as K falls", *(f"smaller by, K={k}" for k in (8, 4, 2, 1))),
-            Claim("K=1 is within 2 points of the paper", ("smaller by, K=1",), lambda x: abs(x[0] - 54.2) <= 2),
-        ],
-        note="plans at the paper's size. Its 54.2 % and 2.18 times are those of a model with an output matrix of its own; "
-        "the 323 million parameters of its Table 1 are those of one that shares the embedding's.",
-    ),
-    Figure(
-        key="pec-5b", source=f"{PEC}, Fig. 5b", takes_seconds=6,
-        title="bytes per rank, 8 ranks with an expert of each layer",
-        paper={
-            "all of its state, less per rank, K=1": 15,
-            "sharded adaptively, less per rank, K=1": 76.9,
-            "adaptive peak below equal shares, K=1": 11.7,
-        },
-        units=_EVERYWHERE,
-        measure=plans.load_by_rank, is_drawn=False,
-        claims=[
-            Claim(
-                "without sharding K=1 saves within 2 points of the paper",
-                ("all of its state, less per rank, K=1",),
-                lambda x: abs(x[0] - 15) <= 2,
-            ),
-            at_least("sharding saves as much as in the paper", "sharded adaptively, less per rank, K=1", 76.9),
-            *(at_least(f"adaptive peaks are no higher, to 0.1 %, K={k}", f"adaptive peak below equal shares, K={k}", -0.1) for k in (1, 4)),
-            at_most("adaptive peaks are the mean, to a part of 32", "adaptive peak above the mean, K=1", 100 / 32),
-        ],
-        note="tensors are cut here; there they are whole, and 76.9 % is about what a rank with all of the embedding has. "
-        "Equal shares are cut here too, so that less is left to gain.",
-    ),
-    Figure(
-        key="pec-5d", source=f"{PEC}, Fig. 5d", takes_seconds=90,
-        title="PLT over eight faults, fixed K=1 and Dynamic-K, I=1",
-        paper={"limit of PLT": 5.0},
-        units={"PLT": "%", "limit": "%"},
-        measure=runs.dynamic_k,
-        claims=[
-            ascending("PLT grows from fault to fault where K is fixed", *(f"PLT, fault {i}, partial" for i in range(1, 9))),
-            no_more("Dynamic-K stays within the limit", "PLT, fault 8, dynamic", "limit of PLT"),
-            no_more("Dynamic-K loses no more than K=1", "PLT, fault 8, dynamic", "PLT, fault 8, partial"),
-            ascending("K grows on the way", "K, fault 1", "K, fault 8"),
-        ],
-        note="a fault doubles K once here, there as often as it takes: where faults come one upon another, the limit is passed by a "
-        "part of the last loss. K is doubled before the limit is met, if another such fault would exceed it.",
-    ),
-    Figure(
-        key="pec-6", source=f"{PEC}, Fig. 6", takes_seconds=80,
-        title="final loss after one early, middle or late fault, sequential and load-aware",
-        paper={"accuracy, load-aware above sequential, least": 0.005, "accuracy, load-aware above sequential, most": 0.18},
-        units=_EVERYWHERE,
-        measure=runs.order_of_experts,
-        claims=[
-            no_more("no fault is seen at the end, early or late", "largest change of loss", "margin"),
-            Claim(
-                "load-aware is no worse than sequential, to the margin",
-                ("load-aware, above sequential", "margin"),
-                lambda x: x[0] <= x[1],
-            ),
-        ],
-        note="loss of a text model, not accuracy on images: less is better. With I=1 both orders lose so little that chaos "
-        "is larger than what is between them.",
-    ),
-    Figure(
-        key="pec-7", source=f"{PEC}, Fig. 7", takes_seconds=60,
-        title="PLT by snapshot-K at persist-K=1: one of two nodes is lost",
-        units=_EVERYWHERE,
-        measure=runs.snapshot_k,
-        claims=[
-            ascending(
-                "PLT falls as snapshot-K grows", *(f"PLT, snapshot-K={k}, persist-K=1" for k in (8, 4, 2, 1))
-            ),
-        ],
-        note="no copies on other nodes here, as there: with `replicas` PLT is that of snapshot-K on both nodes.",
-    ),
-    Figure(
-        key="moetion-table1", source=f"{MOETION}, Table 1", takes_seconds=90,
-        title="loss by the share of tokens that experts drop",
-        paper={
-            f"loss above none, {share} % dropped": 100 * (loss / 2.8861 - 1)
-            for share, loss in {1: 2.8875, 3: 2.8892, 5: 2.9474, 7: 3.3698, 10: 5.0146}.items()
-        },
-        units=_EVERYWHERE,
-        measure=runs.loss_by_drops,
-        claims=[
-            *(
-                at_most(f"{share} % cost no more than 3 % do in the paper (below 2.9)", f"loss above none, {share} % dropped", 0.48)
-                for share in (1, 3)
-            ),
-            at_least("10 % cost a tenth of the loss or more", "loss above none, 10 % dropped", 10),
-        ],
-        note="tokens drawn at random are dropped from the start, and act as dropout does: nothing breaks at 10 %. Which "
-        "tokens the paper drops from the 1000th step on, it does not say.",
-    ),
-    Figure(
-        key="moetion-3", source=f"{MOETION}, Fig. 3", takes_seconds=30,
-        title="shares of 16 experts in the tokens of a layer, over steps",
-        paper={"four busiest of 16, most of any step": 80, "two busiest of 16, most of any step": 87},
-        units={"four": "%", "two": "%"},
-        measure=runs.popularity,
-        claims=[
-            at_least("skewed: four of 16 take more than half", "four busiest of 16, most of any step", 50),
-            at_least("dynamic: others are the busiest over time", "experts that were busiest of a layer", 2),
-            at_least("smooth: the next step is much like this one", "correlation with the next step", 0.8),
-        ],
-        note="two experts per token here, so that one has half of the slots at most. 80 and 87 % are those of two other models, "
-        "with 16 experts, that the section cites.",
-    ),
-    Figure(
-        key="moetion-4", source=f"{MOETION}, Fig. 4", takes_seconds=10,
-        title="bytes of a checkpoint with six of 64 experts, 58.7 G parameters",
-        paper={
-            "parameters, dense": 1.6,
-            "parameters, with experts": 58.7,
-            "everything": 587,
-            "selective": 61,
-            "times smaller": 587 / 61,
-            "tokens of the experts taken": 80,
-        },
-        units={"parameters": "G", "everything": "GB", "selective": "GB", "tokens": "%"},
-        measure=plans.size_of_large, is_drawn=False,
-        claims=[
-            Claim("as many times smaller, to 5 %", ("times smaller",), lambda x: abs(x[0] / (587 / 61) - 1) <= 0.05),
-            Claim(
-                "the experts that are taken have the tokens, to a point",
-                ("tokens of the experts taken",),
-                lambda x: abs(x[0] - 80) <= 1,
-            ),
-        ],
-        note="plans at the paper's size. 12 bytes per parameter here (weights and moments in fp32), 10 there.",
-    ),
-    Figure(
-        key="moetion-8", source=f"{MOETION}, Fig. 8", takes_seconds=90,
-        title="validation loss around four faults, a selective checkpoint at every step",
-        paper={"highest spike, in units of loss": 0.5},
-        units={"highest spike, in": "", "": "%"},
-        measure=runs.loss_after_faults,
-        claims=[
-            at_most("no spike is above 0.5", "highest spike, in units of loss", 0.5),
-            no_more("nothing is seen at the end", "at the end", "margin"),
-            no_more("later than 20 steps after a fault less is seen", "20 to 40 steps after a fault", "highest spike"),
-        ],
-        note="storage is all that is left. A run of 300 steps has no 200 steps after a fault, as there: 20 to 40 instead.",
-    ),
-    Figure(
-        key="moetion-9", source=f"{MOETION}, Fig. 9", takes_seconds=60,
-        title="bytes of a checkpoint, and time until it is durable, by number of experts",
-        paper={
-            "MB, 32 experts, times less": 1820 / 195,
-            "ms, 32 experts, times less": 74.9 / 8.5,
-        },
-        units={"MB, sel": "", "MB, 32 experts, times": "", "ms, 32 experts, times": "", "MB": "MB", "ms": "ms"},
-        measure=runs.size_by_experts, is_drawn=False,
-        claims=[
-            ascending("everything grows with experts", *(f"MB, {n} experts, everything" for n in (2, 4, 8, 16, 32))),
-            at_most("selective grows by less than half from 4 to 32", "MB, selective, 32 over 4 experts", 1.5),
-            at_least("32 experts: several times fewer bytes", "MB, 32 experts, times less", 4),
-            at_least("32 experts: several times faster", "ms, 32 experts, times less", 2),
-        ],
-        note="two of the experts are taken whatever their number; there S is not told. Time is that of this machine's disk "
-        "and two cores, on which training runs beside.",
-    ),
-    Figure(
-        key="moetion-10", source=f"{MOETION}, Fig. 10", takes_seconds=60,
-        title="bytes that a step sends to the other node, by mechanism",
-        paper={"gradients, of selective": 3.9 / 7.0},
-        units={"everything": "MB", "selective, 6": "MB", "+": "MB"},
-        measure=runs.breakdown, is_drawn=False,
-        claims=[
-            ascending("each makes it less", "+ gradients for states", "selective, 6 of 16", "everything"),
-            at_most("gradients take a tenth away or more", "gradients, of selective", 0.9),
-        ],
-        note="bytes on the wire, not seconds. This model has no pipeline, and so no bubbles, and no redundancy to skip where each "
-        "node writes its own share; gradients stand for states only where an expert stays chosen.",
-    ),
-    Figure(
-        key="moetion-11", source=f"{MOETION}, Fig. 11", takes_seconds=90,
-        title="tokens at risk, experts in turns and by popularity",
-        paper={"by budget, of turns, 4 of 16": 0.5},
-        units={"tokens": "%"},
-        measure=runs.at_risk, is_drawn=False,
-        claims=[
-            *(at_most(f"in turns has 1.5 times as many or more, {k} of 16", f"by budget, of turns, {k} of 16", 0.67) for k in (4, 6)),
-            ascending("fewer are at risk where more are taken", "tokens at risk, in turns, 6 of 16", "tokens at risk, in turns, 4 of 16"),
-        ],
-        note="in percent of the tokens of one step, on average over steps. Routers are skewed by hand, so that four or five of 16 experts have most.",
-    ),
-    Figure(
-        key="tiercheck-exp3", source=f"{TIERCHECK}, Exp3", takes_seconds=70,
-        title="steps between two checkpoints that slow training down by 3.5 %",
-        paper={
-            "steps between two, differences": 5,
-            "steps between two, dense in memory": 11,
-            "steps between two, torch.save": 21,
-        },
-        units={"steps": "", "step": "ms", "a checkpoint": "%"},
-        measure=runs.interval, is_drawn=False,
-        claims=[
-            ascending(
-                "differences come most often, then memory, then storage",
-                *(f"steps between two, {name}" for name in ("differences", "dense in memory", "torch.save")),
-            ),
-        ],
-        note="from what one checkpoint adds to a step; `dense in memory` stands for Gemini, `torch.save` for CheckFreq.",
-    ),
-    Figure(
-        key="tiercheck-exp7", source=f"{TIERCHECK}, Exp7", takes_seconds=30,
-        title="time to get over 20, 50 and 100 steps in a restart",
-        paper={"less than one by one": 36.2, "trained again, times one pass": 14.4},
-        units={"less": "%", "trained": "", "": "ms"},
-        measure=runs.fused_replay, is_drawn=False,
-        claims=[
-            *(
-                ascending(f"fused, one by one, trained again: {n} steps", *(f"{n} steps, {way}" for way in ("one pass", "a pass each", "trained again")))
-                for n in (20, 50, 100)
-            ),
-            at_least("fused saves a third or more", "less than one by one", 33),
-        ],
-        note="state is in the caches of a CPU in part, and no ranks are synchronised between steps.",
-    ),
-    Figure(
-        key="tiercheck-exp8", source=f"{TIERCHECK}, Exp8", takes_seconds=80,
-        title="final loss after four faults under differences",
-        units={"": "%"},
-        measure=runs.convergence,
-        claims=[
-            Claim("lossless: the very loss", ("loss, lossless",), lambda x: x[0] == 0),
-            *(no_more(f"{mode}: within the margin", f"loss, {mode}", "margin") for mode in ("bf16", "compressed")),
-        ],
-        note="the paper has a slightly lower final loss with faults than without.",
-    ),
-    Figure(
-        key="tiercheck-exp9", source=f"{TIERCHECK}, Exp9", takes_seconds=110,
-        title="size of storage, in full states",
-        paper={"kept all, at step 100": 1140 / 228, "steady": 342.1 / 228, "largest": 570.1 / 228, "least": 1.0},
-        measure=runs.storage, is_drawn=False,
-        claims=[
-            ascending("what is kept grows without end", "kept all, at step 100", "kept all, at the end"),
-            *(
-                Claim(f"{mode}: bounded, the second half has no larger peak (to 10 %)",
-                      (f"{mode}, largest of the second half", f"{mode}, largest of the first half"), lambda x: x[0] <= 1.1 * x[1])
-                for mode in ("lossless", "bf16", "compressed")
-            ),
-        ],
-        note="a lossless difference is a third of a state and one in bf16 a sixth, where the paper's have 1 % of the elements: "
-        "two bases with what is between them are more states.",
-    ),
-    Figure(
-        key="moevement-9", source=f"{MOEVEMENT}, Fig. 9", takes_seconds=120,
-        title="a step that is taken again after the loss of one of 3 stages",
-        paper={"shorter by": 23.0},
-        units={"all": "ms", "that": "ms", "shorter": "%"},
-        measure=runs.upstream_logs, is_drawn=False,
-        claims=[at_least("a fifth shorter or more with logs", "shorter by", 20.0)],
-        note="stages sleep in place of computing, four micro-batches: a third of a step is bubbles, which a stage that is fed by "
-        "logs does not have.",
-    ),
-    Figure(
-        key="moevement-13", source=f"{MOEVEMENT}, Fig. 13", takes_seconds=120,
-        title="a step that is taken again after the loss of one of 3 stages, by mechanism",
-        paper={"weight gradients, of a step": 33.0},
-        units={"weight": "%", "": "ms"},
-        measure=runs.mechanisms, is_drawn=False,
-        claims=[ascending("each makes it shorter", "+ upstream logs", "+ frozen weights skipped", "sparse checkpoints")],
-        note="a window of 4, of whose steps 2 in 5 have frozen weights: what is skipped is of all steps that are taken again. These "
-        "stages have no experts, so nothing is ordered by popularity.",
-    ),
-    Figure(
-        key="moevement-table6", source=f"{MOEVEMENT}, Table 6", takes_seconds=50,
-        title="host memory of a sparse checkpoint with its log, and of a dense one",
-        paper={
-            "dense, per parameter": 189.8 / 7.3, "more than dense, window 3": 10.3, "more than dense, window 6": 17.2,
-            "without log, window 3": 100 * (205.2 / 189.8 - 1), "log, window 3": 100 * 4.2 / 189.8,
-            "without log, window 6": 100 * (478.7 / 426.4 - 1), "log, window 6": 100 * 21.1 / 426.4,
-            "without log, per parameter, window 3": (205.2 - 189.8) / 7.3, "without log, per parameter, window 6": (478.7 - 426.4) / 16.4,
-        },
-        units={"dense": "B", "without log, per": "B", "steps": "", "": "%"},
-        measure=runs.memory_of_stages, is_drawn=False,
-        claims=[
-            at_least("a sparse checkpoint with its log takes more, by 1 % at least", "more than dense, window 3", 1.0),
-            ascending("a longer window takes more", "more than dense, window 3", "more than dense, window 6"),
-            *(no_more(f"the log is the smaller part, window {w}", f"log, window {w}", f"without log, window {w}") for w in (3, 6)),
-            *(at_most(f"the log has two windows of steps, window {w}", f"steps in the log, window {w}", 2 * w) for w in (3, 6)),
-            Claim("without log, as in the paper to a quarter, window 3", ("without log, per parameter, window 3",), lambda x: abs(x[0] - 2.11) <= 2.11 / 4),
-            *(at_most(f"17.2 % more at most, as in the paper, window {w}", f"more than dense, window {w}", 17.2) for w in (3, 6)),
-        ],
-        note="window 3 beside GPT-MoE, 6 beside DeepSeek-MoE. Dense checkpoints have 12 bytes per parameter here, 26 in the paper's table: as many bytes "
-        "more are twice the share. In a window of 6 weights wait 2.9 steps, 2 bytes each (and a journal per step); the paper's 3.2 bytes are of 1.6. Tokens "
-        "(128 a step, 3.3 M parameters) were chosen for the paper's share of the log, which so says nothing. BF16 weights, FP32 activations. Shared memory: "
-        "three generations, of sparse ones two steps more, all as large as the largest and a quarter.",
-    ),
-]  # fmt: skip
-FIGURES = {figure.key: figure for figure in _ALL}
+FIGURES = {figure.key: figure for figure in (*MOEVEMENTS, *OTHERS)}
 
 
 # -- measured and judged
@@ -433,13 +58,22 @@ class PaperFigure:
 
 
 def measure(options: SimpleNamespace, progress: Progress) -> list[PaperFigure]:
-    """Measure the figures that were asked for; list all if none was."""
-    if not options.figure:
-        return [PaperFigure(**_facts(figure)) for figure in FIGURES.values()]
-    keys = [*FIGURES] if "all" in options.figure else list(dict.fromkeys(options.figure))
-    if unknown := [key for key in keys if key not in FIGURES]:
-        raise ConfigurationError(f"`--figure {' '.join(unknown)}`: there are {', '.join(FIGURES)}, and all.")
-    return [_measured(FIGURES[key], options, progress, i, len(keys)) for i, key in enumerate(keys)]
+    """Measure the figures that were asked for, by their keys or how these begin, or only list them; none stands for all that are not long."""
+    wanted = options.only or ("",)
+    if unknown := [each for each in wanted if not any(key.startswith(each) for key in FIGURES)]:
+        raise ConfigurationError(f"`--only {' '.join(unknown)}`: there are {', '.join(FIGURES)}.")
+    keys = [key for key in FIGURES if any(key == each if each in FIGURES else key.startswith(each) for each in wanted)]
+    if options.list_only:
+        return [PaperFigure(**_facts(FIGURES[key])) for key in keys]
+    if not options.only:
+        keys = [key for key in keys if not FIGURES[key].is_long]
+    found = []
+    for i, key in enumerate(keys):
+        machine = Machine.read()
+        found.append(_measured(FIGURES[key], options, progress, i, len(keys)))
+        if options.page is not None:
+            update(options.page, {key: cells(FIGURES[key], found[-1].ours, found[-1].claims, machine)}, FIGURES)
+    return found
 
 
 def _measured(figure: Figure, options: SimpleNamespace, progress: Progress, done: int, total: int) -> PaperFigure:
@@ -479,7 +113,7 @@ def table(figures: Sequence[PaperFigure]) -> RenderableType:
     """Return a table for each figure, and at the end one line for each; or the list."""
     if not any(figure.ours for figure in figures):
         rows = [[each.key, each.title, f"{each.takes_seconds} s"] for each in figures]
-        return table_of("python -m benchmarks papers --figure KEY", ("figure", "what it is of", "takes"), rows)
+        return table_of("python -m benchmarks papers --only KEY", ("figure", "what it is of", "takes"), rows)
     shown: list[RenderableType] = [part for each in figures for part in _shown(each)]
     rows = [[each.key, each.source, _verdict(each), f"{each.seconds:.0f} s"] for each in figures]
     return Group(*shown, table_of("Shapes", ("figure", "source", "shape", "took"), rows))
@@ -490,8 +124,8 @@ def _shown(figure: PaperFigure) -> list[RenderableType]:
     for row, ours in figure.ours.items():
         paper, unit = figure.paper.get(row), figure.units[row]
         ratio = "" if not paper else f"{ours / paper:.2f}"
-        rows.append([row, "" if paper is None else _number(paper, unit), _number(ours, unit), ratio])
-    only = [[row, _number(value, ""), "", ""] for row, value in figure.paper.items() if row not in figure.ours]
+        rows.append([row, "" if paper is None else number(paper, unit), number(ours, unit), ratio])
+    only = [[row, number(value, ""), "", ""] for row, value in figure.paper.items() if row not in figure.ours]
     title = f"{figure.source}: {figure.title}"
     lines = [f"{'yes' if holds else 'NO '} {text}" for text, holds in figure.claims.items()]
     lines += [_verdict(figure), f"Note: {figure.note}"]
@@ -501,8 +135,3 @@ def _shown(figure: PaperFigure) -> list[RenderableType]:
 
 def _verdict(figure: PaperFigure) -> str:
     return "same shape" if figure.same_shape else "OTHER shape"
-
-
-def _number(value: float, unit: str) -> str:
-    digits = 0 if abs(value) >= 1000 else 1 if abs(value) >= 100 else 2 if abs(value) >= 1 else 3
-    return f"{value:.{digits}f} {unit}".rstrip()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import nn
@@ -56,11 +57,14 @@ class PaperModel:
     tied: bool = True
     """Whether the output shares the embedding's matrix."""
     vocabulary: int = 50257
+    """Tokens; 0 for a pipeline stage without embedding and output."""
     context: int = 1024
+    hidden: int = 0
+    """Hidden width of an expert; 0 for four times `dim`."""
 
     def build(self) -> nn.Module:
         """Return the modules, of parameters without memory; never run."""
-        dim, hidden = self.dim, 4 * self.dim
+        dim, hidden = self.dim, self.hidden or 4 * self.dim
         with torch.device("meta"):
             blocks = []
             for i in range(self.layers):
@@ -75,6 +79,9 @@ class PaperModel:
                 )
                 blocks.append(block)
             model = nn.Module()
+            if not self.vocabulary:
+                model.blocks = nn.ModuleList(blocks)
+                return model
             model.embed, model.position = nn.Embedding(self.vocabulary, dim), nn.Embedding(self.context, dim)
             model.blocks, model.norm = nn.ModuleList(blocks), nn.LayerNorm(dim)
             if not self.tied:
@@ -153,6 +160,12 @@ class _Rank:
         pieces = [(op.name, piece) for op in named if op.expert_idx is None for piece in op.slices]
         parts = assign_writers(pieces, width, range(self.groups.world_size))
         return total + sum(p.slice.numel * width(p.slice.fqn) for p in parts if p.writer == self.groups.rank)
+
+
+@cache
+def rank_of(model: PaperModel, world_size: int) -> _Rank:
+    """Return the first rank of an expert-parallel world."""
+    return _Rank.of(model, 0, world_size)
 
 
 def size_by_k(way: Way) -> Rows:

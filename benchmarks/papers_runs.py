@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
@@ -21,7 +21,6 @@ from benchmarks.papers_plans import Rows, Way
 from benchmarks.quality_fit import Case, Scale, TextModel, training_text, validation_text
 from benchmarks.quality_runs import TOLERANCE, QualityRun, run_all
 from benchmarks.selection import NODES, Choice, SelectionFit, figure_of, run_fit
-from lightning_moe_ckpt.benchmarks import _overhead
 from lightning_moe_ckpt.benchmarks._benchmark import accelerator_for
 from lightning_moe_ckpt.benchmarks._fits import (
     BenchModel,
@@ -35,9 +34,14 @@ from lightning_moe_ckpt.benchmarks._fits import (
     quiet_lightning,
     random_tokens,
 )
-from lightning_moe_ckpt.benchmarks._variants import VARIANTS
-from lightning_moe_ckpt.callbacks import DenseCheckpoint, DifferentialCheckpoint, SelectiveExpertCheckpoint
+from lightning_moe_ckpt.callbacks import (
+    DenseCheckpoint,
+    DifferentialCheckpoint,
+    PartialExpertCheckpoint,
+    SelectiveExpertCheckpoint,
+)
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
+from lightning_moe_ckpt.policies import DifferentialMode
 from lightning_moe_ckpt.testing import Kill
 
 T = TypeVar("T")
@@ -156,6 +160,47 @@ def convergence(way: Way) -> Rows:
     return {**rows, **{f"bytes per step, {name}": value for name, value in bits.items()}, "margin": margin}
 
 
+_JUDGED = {
+    "fault-free": replace(_CLEAN, with_tasks=True),
+    "rounding": replace(_CONTROL, with_tasks=True),
+    "sparse": Case(system="sparse", loss="node", with_tasks=True),
+    "partial": Case(system="partial", loss="node", snapshot_k=1, with_tasks=True),
+    "rarely saved": Case(system="ablation", loss="node", snapshot_k=1, with_tasks=True),
+}
+
+
+@cache
+def _judged(way: Way) -> dict[str, QualityRun]:
+    scale = Scale(steps=way.steps(240, 480), size=_SMALL, val_every=10)
+    found = _killed([*_JUDGED.values()], scale, way)
+    return {name: found[case] for name, case in _JUDGED.items()}
+
+
+def tasks_after_faults(way: Way) -> Rows:
+    """Tasks of a model after four faults, by checkpoints: MoEvement, Table 5."""
+    found = _judged(way)
+    rows = {f"{task}, {name}": value for name, run in found.items() for task, value in run.tasks.items()}
+    clean = found["fault-free"].tasks
+    for name, run in found.items():
+        if name != "fault-free":
+            rows[f"largest loss, {name}"] = max(clean[task] - run.tasks[task] for task in clean)
+    return rows | {"same bits, sparse": float(bool(found["sparse"].identical))}
+
+
+def loss_over_training(way: Way) -> Rows:
+    """Validation loss in a training with four faults: MoEvement, Fig. 12."""
+    found = _judged(way)
+    clean = found["fault-free"]
+    curve, beside, rows = dict(clean.curve), dict([*clean.curve, *clean.resumed]), Rows()
+    for name in ("sparse", "partial", "rarely saved"):
+        run = found[name]
+        rows[f"furthest above fault-free, {name}"] = 100 * max(bits / curve[step] - 1 for step, bits in run.curve)
+        rows[f"at the end, {name}"] = 100 * (run.final / clean.final - 1)
+        if run.resumed:
+            rows[f"right after a fault, {name}"] = 100 * max(bits / beside[step] - 1 for step, bits in run.resumed)
+    return rows | {"margin": 100 * abs(found["rounding"].final / clean.final - 1)}
+
+
 # -- two nodes: the fits of `bench selection`
 
 
@@ -218,7 +263,7 @@ def breakdown(way: Way) -> Rows:
 # -- single fits, each in a process of its own
 
 
-def _alone(work: Callable[[], T]) -> T:
+def alone(work: Callable[[], T]) -> T:
     """Return what `work` returns in a process that is forked for it: fits leave threads behind, and other figures fork."""
 
     def turn(hand_over: HandOver[T]) -> None:
@@ -265,7 +310,7 @@ def loss_by_drops(way: Way) -> Rows:
         return model.bits_per_byte(validation_text(size, 128))
 
     shares = (0, 1, 3, 5, 7, 10)
-    losses = {share: _alone(lambda share=share: work(share / 100)) for share in shares}  # type: ignore[misc]
+    losses = {share: alone(lambda share=share: work(share / 100)) for share in shares}  # type: ignore[misc]
     return {f"loss above none, {share} % dropped": 100 * (losses[share] / losses[0] - 1) for share in shares[1:]}
 
 
@@ -291,7 +336,7 @@ def popularity(way: Way) -> Rows:
         _trained(TextModel(size, steps), steps, training_text(size, steps + 1, way.seed), loads)
         return torch.stack(loads.steps).float()
 
-    loads_NLE = _alone(work)
+    loads_NLE = alone(work)
     share_NLE = loads_NLE / loads_NLE.sum(-1, keepdim=True)
     busiest = Counter((layer, int(e)) for row in share_NLE.argmax(-1) for layer, e in enumerate(row))
     return {
@@ -301,6 +346,28 @@ def popularity(way: Way) -> Rows:
         "experts that were busiest of a layer": len(busiest) / size.num_blocks,
         "correlation with the next step": _correlation(share_NLE, 1),
         f"correlation with {steps // 2} steps later": _correlation(share_NLE, steps // 2),
+    }
+
+
+def active_experts(way: Way) -> Rows:
+    """Experts with a token, and how their shares change, in a layer of 64: MoEvement, Fig. 4."""
+    size, steps = replace(_SMALL, num_experts=64, expert_dim=32, capacity_factor=0.0, balance=0.01), way.steps(150, 600)
+
+    def work() -> Tensor:
+        seed_everything(way.seed, verbose=False)
+        loads, model = _Loads(), TextModel(size, steps)
+        for layer in model.moe_layers():
+            layer.top_k = 8
+        _trained(model, steps, training_text(size, steps + 1, way.seed), loads)
+        return torch.stack(loads.steps).float()
+
+    loads_NLE = alone(work)
+    active_NL, share_NLE = (loads_NLE > 0).sum(-1), loads_NLE / loads_NLE.sum(-1, keepdim=True)
+    return {
+        "steps with 62 of 64 active": 100 * float((active_NL >= 62).float().mean()),
+        "fewest active, of 64": float(active_NL.min()),
+        "busiest, times the average": 64 * float(share_NLE.amax(-1).mean()),
+        "an expert's largest share over its least": float((share_NLE.amax(0) / share_NLE.amin(0).clamp(1e-4)).median()),
     }
 
 
@@ -327,8 +394,8 @@ def size_by_experts(way: Way) -> Rows:
     for number in (2, 4, 8, 16, 32):
         size = ModelSize(num_blocks=2, model_dim=128, num_experts=number, expert_dim=512, batch_size=2)
         for name in ("everything", "selective"):
-            found = _alone(lambda name=name, size=size: _durable_fit(name, size, taken, steps))  # type: ignore[misc]
-            rows[f"MB, {number} experts, {name}"], rows[f"ms, {number} experts, {name}"] = found
+            found = alone(lambda name=name, size=size: _durable_fit(name, size, taken, steps))  # type: ignore[misc]
+            rows[f"MB, {number} experts, {name}"], rows[f"ms, {number} experts, {name}"], _ = found
     for what in ("MB", "ms"):
         everything, selective = (rows[f"{what}, 32 experts, {name}"] for name in ("everything", "selective"))
         rows[f"{what}, 32 experts, times less"] = everything / selective
@@ -336,8 +403,28 @@ def size_by_experts(way: Way) -> Rows:
     return {**rows, "MB, selective, 32 over 4 experts": most / least}
 
 
-def _durable_fit(name: str, size: ModelSize, taken: int, steps: int) -> tuple[float, float]:
-    """Return megabytes of a generation, and milliseconds that a step gets longer by until it is durable."""
+def duration_by_k(way: Way) -> Rows:
+    """Time until a checkpoint is durable by K, beside a step's: PEC, Fig. 5c."""
+    steps, rows = way.steps(12, 24), Rows()
+    size = ModelSize(num_blocks=2, model_dim=128, num_experts=8, expert_dim=512, batch_size=8)
+    for k in (1, 2, 4, 8):
+        found = alone(lambda k=k: _durable_fit("partial", size, k, steps))  # type: ignore[misc]
+        rows[f"MB, K={k}"], rows[f"ms, K={k}"], rows["ms, a step without"] = found
+    return rows
+
+
+def time_until_durable(way: Way) -> Rows:
+    """Time until what a step has made is durable, by how it is kept: TierCheck, Exp2."""
+    steps, rows = way.steps(16, 32), Rows()
+    size = ModelSize(num_blocks=2, model_dim=256, num_experts=8, expert_dim=512, batch_size=2)
+    for name in ("everything", "lossless", "compressed"):
+        found = alone(lambda name=name: _durable_fit(name, size, 1, steps))  # type: ignore[misc]
+        rows[f"MB, {name}"], rows[f"ms, {name}"], _ = found
+    return rows
+
+
+def _durable_fit(name: str, size: ModelSize, taken: int, steps: int) -> tuple[float, float, float]:
+    """Return megabytes of a generation, milliseconds that a step gets longer by until it is durable, and those of a step."""
     budget = Scale(size=size).budget(taken)
     with bench_folders() as (folder, memory):
         own_memory(memory, lost=False)
@@ -345,6 +432,11 @@ def _durable_fit(name: str, size: ModelSize, taken: int, steps: int) -> tuple[fl
         checkpoint: CheckpointCallback
         if name == "everything":
             checkpoint = DenseCheckpoint(url, every_n_steps=1, overhead_target=None)
+        elif name == "partial":
+            checkpoint = PartialExpertCheckpoint(url, k=taken, plt_budget=None, overhead_target=None)
+        elif name in ("lossless", "compressed"):
+            # Storage gets differences one by one, so that each step waits for its own.
+            checkpoint = DifferentialCheckpoint(url, every_n_steps=64, batch=1, mode=cast("DifferentialMode", name))
         else:
             checkpoint = SelectiveExpertCheckpoint(url, local_budget=budget, remote_budget=budget, overhead_target=None)
         durable, bare = differential.StepTimes(folder), differential.StepTimes(folder)
@@ -352,85 +444,17 @@ def _durable_fit(name: str, size: ModelSize, taken: int, steps: int) -> tuple[fl
         _trained(BenchModel(size), steps, random_tokens(size, steps + 1), _Durable(checkpoint), durable, checkpoint)
         report = checkpoint.report
         median = [statistics.median(each.seconds[4:]) for each in (durable, bare)]
-        return report.nbytes_captured / report.steps / 1e6, 1e3 * (median[0] - median[1])
-
-
-# -- what `bench overhead` and `bench differential` measure
-
-_INTERVALS = {"differences": "differential64-memory", "dense in memory": "dense4-memory", "torch.save": "torch.save4"}
-_BOUND = 0.035
-"""Part of a step that checkpoints may cost."""
-
-
-def interval(way: Way) -> Rows:
-    """Steps between two checkpoints that slow training down by 3.5 %: TierCheck, Exp3."""
-    options = SimpleNamespace(
-        accelerator=way.accelerator, variants=",".join(_INTERVALS.values()), breakdown=False, ranks=1,
-        rounds=5 if way.full else 3, steps=16, settle=8, warm_up=28, precision="32-true", blocks=2, dim=128, experts=16,
-        batch_size=16, url=None,
-    )  # fmt: skip
-    none, *figures = _overhead.measure(options, lambda *_: None)
-    rows: Rows = {"step": 1e3 * none.mean_seconds}
-    for name, figure in zip(_INTERVALS, figures, strict=True):
-        every = VARIANTS[figure.variant].every if name != "differences" else 1
-        share = figure.added_seconds * every / none.mean_seconds
-        rows[f"a checkpoint, {name}"] = 100 * share
-        rows[f"steps between two, {name}"] = float(max(1, -(-share // _BOUND)))
-    return rows
-
-
-@cache
-def _options(**options: Any) -> SimpleNamespace:
-    usual = {"accelerator": None, "differential_dim": 128, "differential_steps": 60, "differential_repeats": 1}
-    return SimpleNamespace(**{**usual, **options})
-
-
-def fused_replay(way: Way) -> Rows:
-    """Seconds to get over so many steps, in one pass, one by one, by torch's optimizer and by training: TierCheck, Exp7."""
-    size = ModelSize()
-    options = _options(differential_elements=size.num_params(), differential_repeats=3 if way.full else 1)
-    bare = _alone(lambda: differential.fit_of("none", None, options)).seconds
-    rows: Rows = {}
-    for figure in _alone(lambda: differential.applied(options, (20, 50, 100))):
-        rows[f"{figure.length} steps, {figure.what}"] = 1e3 * figure.seconds
-    for length in (20, 50, 100):
-        rows[f"{length} steps, trained again"] = 1e3 * length * bare
-    fused, single, again = (rows[f"100 steps, {way}"] for way in ("one pass", "a pass each", "trained again"))
-    return {**rows, "less than one by one": 100 * (1 - fused / single), "trained again, times one pass": again / fused}
-
-
-def storage(way: Way) -> Rows:
-    """Size of the folder, in full states, where everything is kept and where differences are reclaimed: TierCheck, Exp9."""
-    options = _options(differential_steps=way.steps(210, 410))
-    kinds: dict[str, Callable[[str], differential.Checkpoint]] = {
-        "kept all": lambda url: DenseCheckpoint(url, every_n_steps=20, keep=100, overhead_target=None),
-        "lossless": lambda url: DifferentialCheckpoint(url, every_n_steps=50, batch=5, keep=1),
-        "bf16": lambda url: DifferentialCheckpoint(url, every_n_steps=50, batch=5, keep=1, mode="bf16"),
-        "compressed": lambda url: DifferentialCheckpoint(url, every_n_steps=50, batch=5, keep=1, mode="compressed"),
-    }
-    # Parts of more than 100,000 elements: smaller ones are not sparse.
-    size = ModelSize(num_blocks=2, model_dim=512, num_experts=4, expert_dim=256, batch_size=2)
-    rows: Rows = {}
-    for name, make in kinds.items():
-        figure = _alone(lambda name=name, make=make: differential.fit_of(name, make, options, size))  # type: ignore[misc]
-        sizes = [nbytes / figure.dense_nbytes for nbytes in figure.folder_sizes]
-        if name == "kept all":
-            rows["kept all, at step 100"], rows["kept all, at the end"] = sizes[99], sizes[-1]
-            continue
-        half = len(sizes) // 2
-        rows[f"{name}, largest"], rows[f"{name}, least"] = max(sizes), min(sizes[60:])
-        rows[f"{name}, largest of the first half"] = max(sizes[:half])
-        rows[f"{name}, largest of the second half"] = max(sizes[half:])
-    return rows
+        return report.nbytes_captured / report.steps / 1e6, 1e3 * (median[0] - median[1]), 1e3 * median[1]
 
 
 # -- pipeline stages that are killed: `pipeline.py`
 
 
 @cache
-def _stages(kills: int) -> dict[str, pipeline.StageFigure]:
+def _stages(kills: int, experts: int = 0) -> dict[str, pipeline.StageFigure]:
     options = {"stages": 3, "micro_batches": 4, "stage_ms": 20, "pipeline_kills": kills, "pipeline_folder": None}
-    systems = ["computes_all", "in_place", "alone"]
+    options["stage_experts"] = experts
+    systems = ["computes_all", "in_place", "reordered", "alone"] if experts else ["in_place", "alone"]
     found = pipeline.measure(SimpleNamespace(**options, pipeline_systems=systems), lambda *_: None)
     return {figure.system: figure for figure in found}
 
@@ -449,10 +473,18 @@ def upstream_logs(way: Way) -> Rows:
 
 def mechanisms(way: Way) -> Rows:
     """Milliseconds of a step that is taken again, with one mechanism more each time: MoEvement, Fig. 13."""
-    found = _stages(way.steps(2, 9))
-    names = {"sparse checkpoints": "computes_all", "+ frozen weights skipped": "in_place", "+ upstream logs": "alone"}
-    skipped = 100 * statistics.median(found["in_place"].skipped)
-    return {**{row: _again(found[name]) for row, name in names.items()}, "weight gradients, of a step": skipped}
+    found = _stages(way.steps(2, 9), experts=16)
+    names = {
+        "sparse checkpoints": "computes_all", "+ frozen weights skipped": "in_place",
+        "+ popular experts last": "reordered", "+ upstream logs": "alone",
+    }  # fmt: skip
+    rows = {row: _again(found[name]) for row, name in names.items()}
+    for row, name in {"fixed order": "in_place", "popular last": "reordered"}.items():
+        rows[f"work left out, {row}"] = 100 * statistics.median(found[name].skipped)
+    times = list(rows.values())
+    for row, before, after in zip(list(names)[1:], times, times[1:4], strict=False):
+        rows[f"shorter by, {row}"] = 100 * (1 - after / before)
+    return rows
 
 
 # -- pipeline stages that nobody kills

@@ -3,6 +3,7 @@
     torchrun      new processes for all stages, which all go back to the newest generation
     computes_all  `moe-ckpt run --spares 1`; all stages go back in place, and gradients of frozen weights are computed too
     in_place      the same, without gradients of frozen weights
+    reordered     the same, and popular experts are taken last, so that they are frozen longest; with experts only
     alone         only the lost stage goes back, fed by its neighbours' logs
 
 Source: MoEvement (2026), Sec. 3.3 (gradients of frozen weights), 3.4 and Fig. 9 (23 % shorter with logs), Fig. 13.
@@ -28,6 +29,7 @@ SYSTEMS = {
     "torchrun": "torchrun, all stages anew",
     "computes_all": "in place, all stages, all gradients",
     "in_place": "in place, all stages",
+    "reordered": "in place, all stages, by popularity",
     "alone": "in place, that stage alone",
 }
 _SCRIPT = "benchmarks.pipeline_fit"
@@ -112,7 +114,13 @@ def _row(figure: StageFigure) -> list[str]:
 
 
 def _job(system: str, options: SimpleNamespace) -> AbstractContextManager[FailingJob]:
-    arguments = (system, str(options.stages), str(options.micro_batches), str(options.stage_ms))
+    arguments = (
+        system,
+        str(options.stages),
+        str(options.micro_batches),
+        str(options.stage_ms),
+        str(options.stage_experts),
+    )
     launcher = "torchrun" if system == "torchrun" else "spare"
     return job(launcher, options.stages, options.pipeline_folder, _SCRIPT, *arguments)
 

@@ -11,6 +11,7 @@ import hashlib
 import math
 import random
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -115,6 +116,8 @@ class Case:
     """Which come first."""
     kills: tuple[int, ...] | None = None
     """Steps at which faults strike; `None` for those that are drawn once per seed."""
+    with_tasks: bool = False
+    """Whether the trained model is given tasks."""
 
     @property
     def is_partial(self) -> bool:
@@ -290,7 +293,7 @@ class QualityRecord(Callback):
     def __init__(
         self, fit: QualityFit, checkpoint: QualityCheckpoint | None, boost: CapacityBoost | None, *, resumed: bool
     ) -> None:
-        self._scale, self._is_partial = fit.scale, fit.case.is_partial
+        self._scale, self._is_partial, self._has_tasks = fit.scale, fit.case.is_partial, fit.case.with_tasks
         exact = fit.case.loss == "nothing" or fit.case.system in EXACT
         self._checkpoint, self._boost = checkpoint, boost
         # A replayed step has weights that are not all there yet, and was validated by the attempt that took it.
@@ -329,7 +332,8 @@ class QualityRecord(Callback):
         tokens, drops = (
             [getattr(layer, f"{what}_per_expert").tolist() for layer in layers] for what in ("tokens", "drops")
         )
-        self._lines.write({"what": "end", "tokens": tokens, "drops": drops, **_figures(self._checkpoint)})
+        line = {"what": "end", "tokens": tokens, "drops": drops, **_figures(self._checkpoint)}
+        self._lines.write({**line, "tasks": pl_module.accuracies(self._crops_NT)} if self._has_tasks else line)
 
     def _validate(self, what: str, trainer: Trainer, module: LightningModule) -> None:
         assert isinstance(module, TextModel)
@@ -352,6 +356,21 @@ def _figures(checkpoint: QualityCheckpoint | None) -> Record:
 
 
 # -- model and text
+
+
+def _letters(bytes_BT: Tensor) -> Tensor:
+    return (bytes_BT >= ord("a")) & (bytes_BT <= ord("z"))
+
+
+def _asked(before_BT: Tensor, target_BT: Tensor) -> dict[str, Tensor]:
+    """Return by task which bytes of a text are asked for; `before_BT` has the byte before each."""
+    marks = torch.tensor([*b"()[]{}:,.="], device=target_BT.device)
+    return {
+        "every byte": torch.ones_like(target_BT, dtype=torch.bool),
+        "inside words": _letters(before_BT) & _letters(target_BT),
+        "first of a line": before_BT == ord("\n"),
+        "punctuation": torch.isin(target_BT, marks),
+    }
 
 
 class TextModel(BenchModel):
@@ -387,6 +406,19 @@ class TextModel(BenchModel):
                 for crops_BT in torch.split(crops_NT.to(self.device), _VALIDATION_BATCH)
             ]
         return sum(losses) / len(crops_NT) / math.log(2)
+
+    def accuracies(self, crops_NT: Tensor) -> dict[str, float]:
+        """Return the percent of bytes that are predicted, by task: all bytes, those inside words, first of a line, punctuation."""
+        right, asked = Counter[str](), Counter[str]()
+        with self._evaluating(), torch.no_grad():
+            for crops_BT in torch.split(crops_NT.to(self.device), _VALIDATION_BATCH):
+                before_BT, target_BT = crops_BT[:, :-1], crops_BT[:, 1:]
+                x_BTD = self.embed(before_BT) + self.position.weight[: before_BT.shape[1]]
+                right_BT = self.head(self.blocks(x_BTD)).argmax(-1) == target_BT
+                for task, asked_BT in _asked(before_BT, target_BT).items():
+                    right[task] += int((right_BT & asked_BT).sum())
+                    asked[task] += int(asked_BT.sum())
+        return {task: 100 * right[task] / number for task, number in asked.items()}
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -95,6 +95,8 @@ class QualityRun:
     """Bytes per step to storage, likewise."""
     boosted_steps: int
     """Steps in which some expert was in debt, hence had more capacity, times how many were."""
+    tasks: dict[str, float] = field(default_factory=dict)
+    """Percent of bytes that are predicted, by task; empty where none was given."""
     repaid: int
     """Lost tokens that experts have made up for by the end, as the boost counts them."""
     seconds: float

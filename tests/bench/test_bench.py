@@ -104,7 +104,7 @@ TINY = {
         *("--quality-quick", "--quality-seeds", "1"),
         *("--quality-out", str(Path(tempfile.gettempdir()) / "moe-ckpt-test-quality")),
     ),
-    "papers": ("--figure", "pec-5a"),
+    "papers": ("--only", "pec-5a"),
     "peers": TINY_FITS,
     "replicas": ("--replica-ranks", "2", "--replica-kills", "1"),
     "persist": (
