@@ -77,7 +77,7 @@ class Bubbles:
 
     def _begin_trial(self) -> None:
         self._waits = self._waited = self._in_turns = False
-        self._passes, self._began, self._before = 0, 0.0, self._figures.chunks
+        self._passes, self._began = 0, 0.0
         self._figures.steps = {False: [], True: []}
 
     def _begin_pass(self) -> None:
@@ -94,7 +94,9 @@ class Bubbles:
             self._gaps.append(counts.gap_ns / 1e9)
             figures.seconds = statistics.median(self._gaps)
         if not self._rest:
-            if self._began and figures.chunks != before:
+            if not self._began:
+                self._before = figures.chunks
+            elif figures.chunks != before:
                 figures.steps[self._waited].append(now - self._began)
             # The list of the step that begins was begun before: a change is for the list after it.
             self._began, self._waited = now, self._waits
@@ -109,16 +111,12 @@ class Bubbles:
             self._passes += 1
             self._waits = self._passes // _TURN % 2 == 1
             if min(map(len, steps.values())) >= _SAMPLES:
-                without, waiting = (f"{statistics.median(steps[way]) * 1e3:.1f} ms" for way in (False, True))
-                gains = statistics.median(steps[True]) < statistics.quantiles(steps[False])[0]
-                said = (
-                    f"copies wait for them: steps of {waiting}, {without}"
-                    if gains
-                    else f"copies do not wait: {without}, {waiting}"
-                )
-                self._settle(said + (" without" if gains else " if they did"), waits=gains)
+                waiting, without = (statistics.median(steps[way]) * 1e3 for way in (True, False))
+                gains = waiting < statistics.quantiles(steps[False])[0] * 1e3
+                way = "copies wait for them" if gains else "copies do not wait"
+                self._settle(f"{way}: steps of {waiting:.1f} ms with waiting, {without:.1f} ms without", waits=gains)
         elif len(steps[False]) >= _SAMPLES:
-            new = {name: number - self._before.get(name, 0) for name, number in chunks.items()}
+            new = {name: number - self._before[name] for name, number in chunks.items()}
             self._in_turns, steps[False] = new["beside"] > _FEW * sum(new.values()), []
             if not self._in_turns:
                 self._settle("copies do not wait: they end before the first operation", waits=False)
