@@ -176,14 +176,18 @@ class _Stage(nn.Module):
 
     def __init__(self, stage: int, what: dict[str, Any]) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict({f"{stage}_{i}": nn.Linear(_DIM, _DIM) for i in range(what["layers"])})
-        self.unused = nn.ModuleDict({f"{stage}": _Unused(what["state"])})
+        layers = nn.Sequential(*(nn.Linear(_DIM, _DIM) for _ in range(what["layers"])))
+        # Operators have names of the whole model: those of two stages must differ.
+        self.layers, self.unused = (
+            nn.ModuleDict({f"{stage}": layers}),
+            nn.ModuleDict({f"{stage}": _Unused(what["state"])}),
+        )
         self._sleeps = what["setting"] == "devices"
 
     @override
     def forward(self, x_BD: Tensor) -> Tensor:
-        for layer in self.layers.values():
-            x_BD = torch.tanh(layer(x_BD))
+        (layers,) = self.layers.values()
+        x_BD = torch.tanh(layers(x_BD))
         if self._sleeps:
             time.sleep(0.01)
             x_BD.register_hook(_sleep_twice)

@@ -46,7 +46,7 @@ class BubbleFigures:
     steps: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
     """Seconds of steps with copies in the newest trial: copies wait for nothing (false), or for bubbles."""
     chunks: dict[str, int] = field(default_factory=dict)
-    """Chunks of up to 16 MiB copied `in_bubbles`, `beside` operations, and `outside` of the schedule or between trials."""
+    """Chunks of up to 16 MiB copied `in_bubbles`, `beside` operations, and `outside` of the schedule, as of the last look."""
 
 
 class Bubbles:
