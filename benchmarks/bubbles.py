@@ -223,7 +223,7 @@ class _Model(LightningModule):
 
 
 class _Steps(Callback):
-    """Notes when steps begin, and writes the figures of one rank as training ends."""
+    """Notes when steps begin, and writes the figures of one rank after the last."""
 
     def __init__(self, folder: Path, checkpoint: DenseCheckpoint | None, gate: StorageGate) -> None:
         self._folder, self._checkpoint, self._gate = folder, checkpoint, gate
@@ -239,7 +239,9 @@ class _Steps(Callback):
             self._judged = 0 if figures is None or figures.verdict.startswith("no trial") else len(self._begun)
 
     @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
+        if trainer.global_step < trainer.max_steps:
+            return
         steps = [b - a for a, b in zip(self._begun, self._begun[1:], strict=False)]
         found: dict[str, Any] = {"steps": steps[max(self._judged, _WARM_UP) :] or steps[-_WARM_UP:]}
         if self._checkpoint is not None:
