@@ -52,6 +52,16 @@ _BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what other
             option("--pipeline-folder", "For checkpoints (default: the temporary directory).", "PATH", type=Path),
         ],
     ),
+    "bubbles": (
+        "What steps of a pipeline feel of copies that wait for bubbles, and of copies that do not.",
+        [
+            several("--bubble-settings", ["cores", "devices"], "Two stages of one core each; four that sleep"),
+            number("--bubble-megabytes", 128, "MiB of a stage's state, copied at every step."),
+            number("--bubble-layers", 4, "Layers of a stage, 512 wide."),
+            number("--bubble-samples", 128, "Of a micro-batch."),
+            number("--bubble-steps", 100, "Steps of every fit."),
+        ],
+    ),
     "recovery": (
         "Steps and seconds lost per kind of failure, beside torch DCP and Lightning's .ckpt.",
         [

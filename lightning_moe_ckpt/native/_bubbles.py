@@ -1,45 +1,52 @@
 """Copy in a pipeline's bubbles: while a stage waits for others, nobody needs the memory and the links that copies take.
 
-Bubbles are measured as training goes on, like in the paper for schedules other than 1F1B. The time of a step's copies
-is their bytes over a measured rate. The part of a list that fits into a pass's bubbles waits for bubbles, and the rest
-is copied beside operations. Once the optimizer is about to step, the remaining copies wait for nothing any more.
+Bubbles are measured as training goes on, like in the paper for schedules other than 1F1B. The part of a list that fits
+into a pass's bubbles at a measured rate waits for bubbles, and the rest is copied beside operations. Once the optimizer is
+about to step, the remaining copies wait for nothing any more.
 
-Source: MOETION (2024), Sec. 5.3, Algorithm 4.
+Copies wait only where steps get shorter by it. A trial finds out: where copies end before the first operation, there is
+nothing to gain; elsewhere steps with and without waiting take turns. Unless copies wait, the engine hears of no phase
+until the next trial.
+
+Source: MOETION (2024), Sec. 5.3, Algorithm 4. We differ in the trial.
 """
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.native._choice import measure_bandwidth
 from lightning_moe_ckpt.native._engine import CopyEngine, PipelinePhase
 
-_PASSES = 16
-"""Newest passes through the schedule whose median counts."""
+log = rank_logger(__name__)
+
 _SHARE = 0.8
 """Share of the bubbles' room that is used at the measured rate; the rest absorbs noise."""
+_FEW = 0.1
+"""Share of chunks beside operations up to which waiting is not worth a trial."""
 _PROBE_NBYTES = 16 * 2**20
+_TURN, _SAMPLES, _REST = 4, 12, 1000
+"""Passes of a turn, passes with copies to measure in each way, and passes from one trial to the next."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class BubbleFigures:
     """Copies beside a pipeline's schedule, on this rank."""
 
-    seconds: float
-    """Seconds of bubbles in a pass through the schedule: the median of the newest passes."""
-    nbytes: int
-    """Bytes of a list that wait for bubbles."""
-    chunks: dict[str, int]
-    """Chunks of up to 16 MiB copied `in_bubbles`, `beside` operations, and `outside` of the schedule."""
-
-    @property
-    def share(self) -> float:
-        """Share of the chunks that was not copied beside operations."""
-        return 1 - self.chunks["beside"] / max(1, sum(self.chunks.values()))
+    seconds: float = 0.0
+    """Seconds of bubbles in a pass through the schedule: the median of the newest that were measured."""
+    verdict: str = "no trial has ended yet"
+    """Whether copies wait for bubbles, and why."""
+    steps: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
+    """Seconds of steps with copies in the newest trial: copies wait for nothing (false), or for bubbles."""
+    chunks: dict[str, int] = field(default_factory=dict)
+    """Chunks of up to 16 MiB copied `in_bubbles`, `beside` operations, and `outside` of the schedule, as of the last look."""
 
 
 class Bubbles:
@@ -51,30 +58,69 @@ class Bubbles:
     """
 
     def __init__(self, engine: CopyEngine, device: torch.device) -> None:
-        self._engine, self._device = engine, device
-        self._seconds: deque[float] = deque(maxlen=_PASSES)
-        self._passes = self._nbytes = 0
-        self._rate: float | None = None
+        self._engine, self._device, self._figures = engine, device, BubbleFigures()
+        self._gaps: deque[float] = deque(maxlen=16)
+        self._phase, self._rate, self._rest = PipelinePhase.OUTSIDE, 0.0, 0
+        self._begin_trial()
 
     def enter(self, phase: PipelinePhase) -> None:
         """Set the training thread's place in the schedule from here on."""
-        self._engine.enter(phase)
-        if phase is not PipelinePhase.OUTSIDE:
-            return
-        counts = self._engine.gate_counts()
-        if counts is None or counts.passes == self._passes:  # a device lags behind
-            return
-        if self._rate is None:
-            self._rate = measure_bandwidth(_PROBE_NBYTES, self._device)
-        self._passes = counts.passes
-        self._seconds.append(counts.gap_ns / 1e9)
-        self._nbytes = int(self._rate * statistics.median(self._seconds) * _SHARE)
-        self._engine.fit_gaps(self._nbytes)
+        if self._phase is PipelinePhase.OUTSIDE is not phase:
+            self._begin_pass()
+        self._phase = phase
+        if self._waits or not self._rest:
+            self._engine.enter(phase)
 
     def figures(self) -> BubbleFigures | None:
-        """Return the figures so far; `None` without a schedule."""
-        counts = self._engine.gate_counts() if self._passes else None
+        """Return the figures so far; `None` without a schedule, and where torch copies."""
+        return self._figures if self._figures.chunks else None
+
+    def _begin_trial(self) -> None:
+        self._waits = self._waited = self._in_turns = False
+        self._passes, self._began = 0, 0.0
+        self._figures.steps = {False: [], True: []}
+
+    def _begin_pass(self) -> None:
+        if self._rest:
+            self._rest -= 1
+            if not self._rest:
+                self._begin_trial()
+        counts = self._engine.gate_counts() if self._waits or not self._rest else None
         if counts is None:
-            return None
-        chunks = {"in_bubbles": counts.in_gaps, "beside": counts.beside, "outside": counts.outside}
-        return BubbleFigures(seconds=statistics.median(self._seconds), nbytes=self._nbytes, chunks=chunks)
+            return
+        figures, before, now = self._figures, self._figures.chunks, time.perf_counter()
+        figures.chunks = {"in_bubbles": counts.in_gaps, "beside": counts.beside, "outside": counts.outside}
+        if counts.passes:
+            self._gaps.append(counts.gap_ns / 1e9)
+            figures.seconds = statistics.median(self._gaps)
+        if not self._rest:
+            if not self._began:
+                self._before = figures.chunks
+            elif figures.chunks != before:
+                figures.steps[self._waited].append(now - self._began)
+            # The list of the step that begins was begun before: a change is for the list after it.
+            self._began, self._waited = now, self._waits
+            self._try()
+        if self._waits:
+            self._rate = self._rate or measure_bandwidth(_PROBE_NBYTES, self._device)
+        self._engine.fit_gaps(int(self._rate * figures.seconds * _SHARE) if self._waits else 0)
+
+    def _try(self) -> None:
+        steps, chunks = self._figures.steps, self._figures.chunks
+        if self._in_turns:
+            self._passes += 1
+            self._waits = self._passes // _TURN % 2 == 1
+            if min(map(len, steps.values())) >= _SAMPLES:
+                waiting, without = (statistics.median(steps[way]) * 1e3 for way in (True, False))
+                gains = waiting < statistics.quantiles(steps[False])[0] * 1e3
+                way = "copies wait for them" if gains else "copies do not wait"
+                self._settle(f"{way}: steps of {waiting:.1f} ms with waiting, {without:.1f} ms without", waits=gains)
+        elif len(steps[False]) >= _SAMPLES:
+            new = {name: number - self._before[name] for name, number in chunks.items()}
+            self._in_turns, steps[False] = new["beside"] > _FEW * sum(new.values()), []
+            if not self._in_turns:
+                self._settle("copies do not wait: they end before the first operation", waits=False)
+
+    def _settle(self, verdict: str, *, waits: bool) -> None:
+        self._waits, self._rest, self._figures.verdict = waits, _REST, verdict
+        log.info("bubbles of %.1f ms per step: %s", self._figures.seconds * 1e3, verdict)

@@ -9,6 +9,8 @@ which greedy has paid for in COMPUTE only, and COMPUTE <= FULL. So greedy is nev
 where its plan keeps the budget, greedy has no more slots. Plans that break the order are tried only if that can save a
 slot.
 
+Where these may not be the best, and operators are up to 19, or more with equal sizes, `_pack_exactly` looks at all plans.
+
 A slot goes over the budget only if COMPUTE of all operators does, if the window would exceed `max_window`, or if an
 operator is too large for the bytes that COMPUTE leaves (see `split_nbytes`). It is always slot 0.
 
@@ -27,6 +29,7 @@ Shape suffix: N items, in the order of capture unless said otherwise.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -43,6 +46,10 @@ from lightning_moe_ckpt.policies._popularity import Order
 
 PlannerName = Literal["packed", "algorithm1"]
 OverBudget = Literal["stall", "dense"]
+_MOST_STATES, _MOST_IN_SEARCH, _MOST_ITEMS = 2**19, 2**12, 99
+"""Bounds of exact plans: states for a budget, within a second, states for each budget tried, and operators; no clock, which ranks
+would not share."""
+
 Ints = npt.NDArray[np.int64]
 Slots = list[Ints]
 """Indices of the items by slot, first slot first."""
@@ -118,7 +125,7 @@ def plan_for_window(items: Sequence[PlanItem], window: int) -> Plan:
 def smallest_budget(items: Sequence[PlanItem], window: int) -> int:
     """Return the smallest budget with which a packed plan needs at most `window` slots and does not stall.
 
-    Smallest means: one byte less needs more slots or a stall.
+    Smallest means: one byte less needs more slots or a stall, with exact plans for up to 12 operators.
 
     Raises:
         ValueError: there are no items, or `window` is not positive.
@@ -129,7 +136,7 @@ def smallest_budget(items: Sequence[PlanItem], window: int) -> int:
     low, high = 0, max(1, int(full_N.sum()))  # low never suffices, high always does
     while high - low > 1:
         middle = (low + high) // 2
-        if excess(pack(full_N, compute_N, middle, window), full_N, compute_N, middle):
+        if excess(pack(full_N, compute_N, middle, window, _MOST_IN_SEARCH), full_N, compute_N, middle):
             low = middle
         else:
             high = middle
@@ -165,7 +172,7 @@ def _require_split(items: Sequence[PlanItem], budget_nbytes: int) -> None:
         )
 
 
-def pack(full_N: Ints, compute_N: Ints, budget: int, max_slots: int) -> Slots:
+def pack(full_N: Ints, compute_N: Ints, budget: int, max_slots: int, most_states: int = _MOST_STATES) -> Slots:
     """Return the plan with the fewest slots, preferring the given order.
 
     Args:
@@ -173,13 +180,14 @@ def pack(full_N: Ints, compute_N: Ints, budget: int, max_slots: int) -> Slots:
         compute_N: bytes of COMPUTE.
         budget: bytes per slot.
         max_slots: most slots; items that do not fit go to slot 0, over the budget.
+        most_states: bound of the exact search.
 
     Returns:
         Slots; all keep the budget but possibly slot 0.
     """
     best = pack_in_order(full_N, compute_N, budget, max_slots)
-    over = excess(best, full_N, compute_N, budget)
-    if not over and len(best) <= fewest_slots(full_N, compute_N, budget):
+    over, least = excess(best, full_N, compute_N, budget), fewest_slots(full_N, compute_N, budget)
+    if not over and len(best) <= least:
         return best
     largest_late_N = np.argsort(full_N, kind="stable")
     for order_N in (np.arange(len(full_N)), _cheapest_late(full_N, compute_N), largest_late_N):
@@ -187,7 +195,8 @@ def pack(full_N: Ints, compute_N: Ints, budget: int, max_slots: int) -> Slots:
         over_now = excess(slots, full_N, compute_N, budget)
         if (over_now, len(slots)) < (over, len(best)):
             best, over = slots, over_now
-    return best
+    enough = max_slots if over else len(best) - 1
+    return (least <= enough and _pack_exactly(full_N, compute_N, budget, enough, most_states)) or best
 
 
 def pack_in_order(full_N: Ints, compute_N: Ints, budget: int, max_slots: int) -> Slots:
@@ -276,6 +285,44 @@ def _fill(full: Ints, room: int) -> npt.NDArray[np.bool_]:
         run = fits[: int(np.searchsorted(np.cumsum(full[fits]), room, side="right"))]
         taken[run] = True
         room -= int(full[run].sum())
+
+
+def _pack_exactly(full_N: Ints, compute_N: Ints, budget: int, max_slots: int, most_states: int) -> Slots:
+    """Return a plan with the fewest slots that all keep the budget; no slots without one, or with too many states.
+
+    A state says how many items of each size are packed, from the last slot on. Its cost is slots, then FULL beyond COMPUTE
+    in the newest slot: the least cost leaves most room, as the room of the next slot depends on the state alone.
+    """
+    sizes, kind_N = np.unique(np.stack([full_N, compute_N]), axis=1, return_inverse=True)
+    counts = np.bincount(kind_N := kind_N.reshape(-1))
+    if len(full_N) > _MOST_ITEMS or math.prod((counts + 1).tolist()) > most_states:
+        return []
+    stride = np.cumprod([1, *(counts + 1)])
+    states, total = np.arange(stride[-1]), int(full_N.sum())
+    packed = [states // stride[k] % (count + 1) for k, count in enumerate(counts)]
+    full, compute = (sum(packed[k] * size for k, size in enumerate(row)) for row in sizes)
+    slot, room, states = total + 1, budget - compute, states[:1]  # a slot costs more than anything beyond COMPUTE
+    cost, newest = np.full(stride[-1], 2**62), np.zeros(stride[-1], np.int64)
+    cost[0] = slot
+    for _ in full_N:
+        reached = []
+        for k, (size, later) in enumerate(sizes.T):
+            old = states[(packed[k][states] < counts[k]) & (size <= room[states])]
+            new, used = old + stride[k], cost[old] % slot
+            now = cost[old] + size - later + (used + size > room[old]) * (slot - used)
+            # What is left must fit into the room that slots to come have at most.
+            better = (now < cost[new]) & (total - full[new] <= room[new] * (max_slots + 1 - now // slot) - now % slot)
+            cost[new[better]], newest[new[better]] = now[better], k
+            reached.append(new[better])
+        states = np.unique(np.concatenate(reached))
+    if (num := int(cost[-1] // slot)) > max_slots:
+        return []
+    slots: list[list[int]] = [[] for _ in range(num)]
+    items, state = [np.flatnonzero(kind_N == k).tolist()[::-1] for k in range(len(counts))], int(stride[-1]) - 1
+    while state:  # equal items in their order, since this leads from the first slot to the last
+        slots[-int(cost[state] // slot)].append(items[newest[state]].pop())
+        state -= int(stride[newest[state]])
+    return [np.sort(np.array(each)) for each in slots]
 
 
 def _cheapest_late(full_N: Ints, compute_N: Ints) -> Ints:

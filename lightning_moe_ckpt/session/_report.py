@@ -168,9 +168,7 @@ class Report:
             f"it waited {self.stall_seconds_per_step * 1e3:.2f} ms",
         }
         if self.bubbles is not None:
-            lines["bubbles"] = (
-                f"{time_text(self.bubbles.seconds)} per step, {self.bubbles.share:.0%} of copies not beside operations"
-            )
+            lines["bubbles"] = f"{self.bubbles.seconds * 1e3:.1f} ms per step; {self.bubbles.verdict}"
         if self.missing_experts:
             lines["began anew"] = ", ".join(self.missing_experts)
         width = max(map(len, lines)) + 2

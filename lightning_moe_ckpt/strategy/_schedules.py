@@ -248,10 +248,6 @@ class Pipeline:
         self._reducer.prepare(sync=last)
 
 
-def _ignore(_: PipelinePhase) -> None:
-    """Ignore a phase of evaluation: nothing is copied in its gaps."""
-
-
 class _Runner:
     """A stage and a schedule of torch for one shape of batches."""
 
@@ -270,7 +266,8 @@ class _Runner:
         )
         stage.backward_begins = pipeline._backward_begins  # noqa: SLF001
         stage.upstream = pipeline._upstream  # noqa: SLF001
-        self._enter = stage.enter = pipeline._enter if training else _ignore  # noqa: SLF001
+        # Nothing is copied in gaps of an evaluation.
+        self._enter = stage.enter = pipeline._enter if training else lambda _: None  # noqa: SLF001
         kind = SCHEDULES[pipeline._schedule] if training else ScheduleGPipe  # noqa: SLF001
         self._schedule = kind(stage, pipeline._micro_batches, loss_fn=pipeline._loss, scale_grads=False)  # noqa: SLF001
 

@@ -38,6 +38,7 @@ from benchmarks import (
     strategy_breakdown,
 )
 from benchmarks.__main__ import PROGRAM
+from benchmarks.bubbles import BubbleFigure
 from benchmarks.failure import MeasuredFailure
 from benchmarks.in_place import FailureFigure
 from benchmarks.persist import CPU, LOCAL, OBJECT, STEP, PersistFigure
@@ -99,6 +100,10 @@ TINY = {
     "pipeline": (
         *("--stages", "2", "--micro-batches", "2", "--stage-ms", "2", "--pipeline-kills", "1"),
         *("--pipeline-systems", "in_place", "--pipeline-systems", "alone"),
+    ),
+    "bubbles": (
+        *("--bubble-settings", "devices", "--bubble-megabytes", "1", "--bubble-layers", "1", "--bubble-samples", "2"),
+        *("--bubble-steps", "20"),
     ),
     "quality": (
         *("--quality-quick", "--quality-seeds", "1"),
@@ -479,6 +484,15 @@ def test_a_pipeline_stage_is_killed_and_repeats_steps() -> None:
         assert failure["total_seconds"] > failure["begin_seconds"] > 0
         assert 0 < skipped < 1 / 3
         assert row["stayed"] == [stay]
+
+
+@pytest.mark.soak
+def test_copies_of_pipeline_stages_wait_for_bubbles_where_it_pays() -> None:
+    """One of every stage; copies of a megabyte end before the first operation."""
+    figures = [BubbleFigure(**row) for row in _document("bubbles")["bubbles"]]
+    assert [figure.stage for figure in figures] == [0, 1, 2, 3]
+    assert all(figure.verdict == "copies do not wait: they end before the first operation" for figure in figures)
+    assert all(figure.then_seconds > 0.05 for figure in figures)
 
 
 def test_persisting_is_compared_with_bare_writes() -> None:
