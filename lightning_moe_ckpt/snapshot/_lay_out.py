@@ -320,7 +320,9 @@ def _stable_shards(step: WindowStep, view: StateView, groups: ParallelGroups) ->
         names = list(step.files[audience])
         shards: Shards = {}
         if audience == "durable":
-            shards = _dense_shards(view, groups, expert_loads(view, groups, names))
+            # Gradients stand for a shard that the generation before has: then its cut must not follow the experts.
+            loads = expert_loads(view, groups, names if view.gradient_dtype is None else ())
+            shards = _dense_shards(view, groups, loads)
         for operator in (view.operators[name] for name in names if name in view.operators):
             if operator.expert_idx is not None:
                 for region, each in _expert_shards(operator, view, groups).items():
