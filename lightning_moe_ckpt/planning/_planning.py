@@ -424,6 +424,7 @@ class Planner:
             operators=operators,
             popularity=[0.0] * operators.num_experts if popularity is None else popularity,
             budgets=self._budgets.in_force if budgets is None else budgets,
+            deltas=self._deltas,
             made_for=self._first.budgets,
         )
         return self._ledger.completed(inputs)
