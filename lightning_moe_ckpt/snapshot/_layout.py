@@ -491,7 +491,9 @@ class StepLayout:
         rank, mirrored = self.groups.rank, self.durable.common(among)  # the first of the file
         shards = self.durable.table.shards[sum(len(self.durable.written(each, rank).shards) for each in mirrored) :]
         for shard in (shard for shard, _ in shards):
-            if shard.kind is RecordKind.FULL and view.keeps_gradient(shard.slice.fqn):
+            # The dense part of a copy stays exact: all tokens pass it.
+            may_round = dtype is torch.float32 or view.operators[shard.operator].kind == "expert"
+            if may_round and shard.kind is RecordKind.FULL and view.keeps_gradient(shard.slice.fqn):
                 places.append(GradientPlace(shard, offset))
                 offset += gradient_nbytes(shard.slice.numel, dtype)
         return places
