@@ -395,19 +395,29 @@ def _placed(
 
 @_of_run
 def placement(*, nodes: int, ranks_per_node: int, replicas: int, most: int, **cluster: int) -> Answer:
-    """Show every rank's holders on a cluster, and the chance to survive up to `most` losses at once."""
-    placed, groups = _placed(nodes=nodes, ranks_per_node=ranks_per_node, replicas=replicas, **cluster)
-    survivals, facts = _survivals(placed, most), _facts(placed, groups)
-    survival = [dataclasses.asdict(each) for each in survivals]
-    document = {"replicas": replicas, **facts, "survival": survival, "holders": placed.holders}
-    copies = "1 copy" if replicas == 1 else f"{replicas} copies"
-    heading = f"{copies} of each rank's state, on {nodes} nodes of {ranks_per_node} ranks"
+    """Show every rank's holders on a cluster, and the chance to survive up to `most` losses at once.
+
+    Chances and memory are also shown with one and two copies, as far as there are nodes.
+    """
+    wanted = {replicas, *range(1, min(nodes, 3))}
+    placed = {
+        each: _placed(nodes=nodes, ranks_per_node=ranks_per_node, replicas=each, **cluster) for each in sorted(wanted)
+    }
+    survivals = {each: _survivals(found, most) for each, (found, _) in placed.items()}
+    several = {
+        each: {"replicas": each, **_facts(*placed[each]), "survival": list(map(dataclasses.asdict, found))}
+        for each, found in survivals.items()
+    }
+    facts = several[replicas]
+    document = {**facts, "holders": placed[replicas][0].holders, "copies": list(several.values())}
+    heading = f"{_copies(replicas)} of each rank's state, on {nodes} nodes of {ranks_per_node} ranks"
     closing = (
         f"{facts['within_data_parallel']:.0%} of all copies stay within their data-parallel group, "
         f"{facts['leaves_rack']:.0%} of all ranks have one in another rack.\n"
         f"The fullest rank keeps {facts['most_held']} copies, the emptiest {facts['least_held']}."
     )
-    return Answer(document, lambda: [heading, _table(survivals), closing])
+    memory = {each: found["generations"] for each, found in several.items()}
+    return Answer(document, lambda: [heading, _table(survivals, memory), closing])
 
 
 @_of_run
@@ -447,18 +457,22 @@ def _facts(placement: ReplicaPlacement, groups: Sequence[Sequence[int]]) -> dict
         "leaves_rack": sum(map(placement.leaves_rack, ranks)) / len(ranks),
         "most_held": max(held[rank] for rank in ranks),
         "least_held": min(held[rank] for rank in ranks),
+        "generations": 2 * (1 + max(held[rank] for rank in ranks)),
     }
 
 
-def _table(survivals: Sequence[Survival]) -> Table:
+def _copies(number: int) -> str:
+    return "1 copy" if number == 1 else f"{number} copies"
+
+
+def _table(survivals: Mapping[int, Sequence[Survival]], memory: Mapping[int, int]) -> Table:
+    """Return what survives by number of copies, and the generations in the fullest rank's memory, its own two among them."""
     table = plain_table()
-    for column in ("lost at once", "of", "everything survives"):
+    for column in ("lost at once", "of", *(f"all survives, {_copies(each)}" for each in survivals)):
         table.add_column(column, justify="right")
-    for survival in survivals:
-        about = f" +- {survival.error:.2%}" if survival.error else ""
-        table.add_row(
-            f"{survival.lost} {survival.level}{'s' * (survival.lost > 1)}",
-            str(survival.of),
-            percent(survival.probability) + about,
-        )
+    for alike in zip(*survivals.values(), strict=True):
+        about = [f" +- {survival.error:.2%}" if survival.error else "" for survival in alike]
+        chances = [percent(survival.probability) + error for survival, error in zip(alike, about, strict=True)]
+        table.add_row(f"{alike[0].lost} {alike[0].level}{'s' * (alike[0].lost > 1)}", str(alike[0].of), *chances)
+    table.add_row("generations in memory", "", *map(str, memory.values()))
     return table

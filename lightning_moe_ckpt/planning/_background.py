@@ -114,7 +114,8 @@ class PlanMaker:
         if inputs.bad and not self._has_room(plan):
             plan = self._policy.plan(replace(inputs, bad=()))  # bad copies wait for the turn of their position
         if plan.partial:
-            return self.lay_out(PlanRecord.over(self._view.operators, plan=plan, config=self._policy.config()))
+            fixed, config = self._view.gradient_dtype is not None, self._policy.config()
+            return self.lay_out(PlanRecord.over(self._view.operators, plan=plan, config=config, fixed=fixed))
         return self.lay_out(
             PlanRecord.over(
                 self._view.operators,

@@ -25,7 +25,7 @@ from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import MEMORY, STORAGE, Budget, ExpertLayout, Experts, Selection
 from lightning_moe_ckpt.snapshot import PlanRecord, StateView, StepLayout, lay_out
 from lightning_moe_ckpt.storage import SegmentLayout
-from lightning_moe_ckpt.tiers import RING_HEADROOM
+from lightning_moe_ckpt.tiers import RING_HEADROOM, Mirroring
 
 log = rank_logger(__name__)
 
@@ -55,13 +55,13 @@ class SlotSizes:
     """Bytes without any expert."""
     full: int
     """Bytes with all experts."""
-    gradients: int = 0
-    """Bytes of all experts' gradients, kept behind the segment."""
+    gradients: tuple[int, int] = (0, 0)
+    """Bytes of gradients behind these two segments."""
 
     def behind(self, nbytes: int) -> int:
         """Return the bytes of gradients behind a segment of up to `nbytes`."""
-        experts = min(nbytes, self.full) - self.bare
-        return -(-self.gradients * max(0, experts) // max(1, self.full - self.bare))
+        (bare, full), experts = self.gradients, min(nbytes, self.full) - self.bare
+        return bare - (bare - full) * max(0, experts) // max(1, self.full - self.bare)
 
     def experts(self, budget: int, nbytes: int) -> int:
         """Return the bytes of one position's experts that fit, out of `nbytes` in all: this rank writes its share."""
@@ -336,7 +336,9 @@ class ExpertBudgets(Budgets):
             )
 
 
-def slot_sizes(view: StateView, groups: ParallelGroups, journal_nbytes: int) -> dict[str, SlotSizes]:
+def slot_sizes(
+    view: StateView, groups: ParallelGroups, journal_nbytes: int, mirroring: Mirroring
+) -> dict[str, SlotSizes]:
     """Return the sizes of this rank's segments by level, without experts and with all experts, from layouts made for it."""
     everything = tuple(tuple(range(layer.num_experts)) for layer in view.operators.layers)
     nothing: Experts = tuple(() for _ in everything)
@@ -344,10 +346,13 @@ def slot_sizes(view: StateView, groups: ParallelGroups, journal_nbytes: int) -> 
     def step(memory: Experts, storage: Experts) -> StepLayout:
         plan = Selection(memory, storage).plan(view.operators)
         record = PlanRecord.over(view.operators, plan=plan, config={})
-        return lay_out(record, view, groups, journal_nbytes).steps[0]
+        return lay_out(record, view, groups, journal_nbytes).mirrored(mirroring).steps[0]
 
     bare, local, remote = step(nothing, nothing), step(everything, nothing), step(everything, everything)
-    gradients = remote.nbytes - remote.files_nbytes
+    gradients = (
+        bare.nbytes - bare.files_nbytes - bare.mirrors_nbytes,
+        remote.nbytes - remote.files_nbytes - remote.mirrors_nbytes,
+    )
     second = SegmentLayout([], metadata={}).nbytes  # bytes of a second file without experts
     return {
         MEMORY: SlotSizes(bare=bare.files_nbytes + second, full=local.files_nbytes, gradients=gradients),

@@ -411,7 +411,7 @@ class Planner:
         config, device = self._policy.budgets, next(iter(self._view.params.values())).device
         if not (config and self._ledger.counts_tokens):
             return Budgets(config, device)
-        measured = lru_cache(maxsize=1)(partial(slot_sizes, self._view, groups))
+        measured = lru_cache(maxsize=1)(lambda nbytes: slot_sizes(self._view, groups, nbytes, self.mirroring))
         layouts, period = self._ledger.layouts, self._period
         return ExpertBudgets(config, device, layouts, lambda: measured(self.journal_nbytes), every_n_steps=period)
 
@@ -424,6 +424,7 @@ class Planner:
             operators=operators,
             popularity=[0.0] * operators.num_experts if popularity is None else popularity,
             budgets=self._budgets.in_force if budgets is None else budgets,
+            deltas=self._deltas,
             made_for=self._first.budgets,
         )
         return self._ledger.completed(inputs)

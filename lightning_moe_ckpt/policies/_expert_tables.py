@@ -212,17 +212,19 @@ def sequential_order(table: ExpertTable, level: str, turn: Sequence[int]) -> Sor
     return lambda expert: (saved_at[expert], not skipped[expert], turn[expert])
 
 
-def unsaved_order(table: ExpertTable, level: str, turn: Sequence[int]) -> SortKey:
+def unsaved_order(table: ExpertTable, level: str, turn: Sequence[int], *, repeat: Fraction = Fraction(1)) -> SortKey:
     """Return a key: most unsaved tokens times generations since the last copy first, then as `sequential_order`.
 
     By tokens alone the most popular expert is taken each time, though it has as many again a generation later, and
     other experts' tokens pile up. With `w` tokens per generation `a` generations leave `w a` unsaved, and a place is
     worth `w a (a + 1) / 2` (Whittle's index of weighted age, Kadota et al., IEEE/ACM ToN 2018, Sec. IV; MOETION takes
-    `w a`). So an expert with few tokens has its turn, too.
+    `w a`). So an expert with few tokens has its turn, too. A place counts `repeat` times as much for an expert that the
+    level's newest generation has: the inverse of its cost, relative to another expert's.
     """
     unsaved, otherwise = table.unsaved[level], sequential_order(table, level, turn)
     waited = table.waited.get(level) or (0,) * table.num_experts
-    return lambda expert: (-unsaved[expert] * (waited[expert] + 1), *otherwise(expert))
+    worth = [int(n * (age + 1) * (repeat if age == 1 else 1)) for n, age in zip(unsaved, waited, strict=True)]
+    return lambda expert: (-worth[expert], *otherwise(expert))
 
 
 def first(experts: Iterable[int], number: int, order: SortKey) -> list[int]:

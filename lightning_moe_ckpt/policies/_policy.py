@@ -100,6 +100,8 @@ class PlanInputs:
     """Layouts of the ledger's experts."""
     bad: Collection[int] = ()
     """Experts with a bad stored copy, by place over all layers, to be taken first."""
+    deltas: Deltas | None = None
+    """Settings of gradients in force on the way to other nodes; `None` where states are sent."""
     made_for: Mapping[str, int] = field(default_factory=dict)
     """Budgets that memory was made for; empty before the first plan."""
 

@@ -10,14 +10,18 @@ takes every n-th generation does not meet other levels' turns every time. Expert
 longer (`STARVED` rounds): MOETION knows no limit of age, and forced turns took half of the places of a budget of a
 quarter.
 
-Source: MOETION (2024), Sec. 4.3, Algorithm 1. We differ in the position-wise budget and in experts of several sizes.
+Where gradients stand for states on the way to other nodes, tokens count per byte that leaves the node: an expert that
+other nodes got with the generation before costs a state to storage, and a gradient; any other expert costs two states.
+
+Source: MOETION (2024), Sec. 4.3, Algorithm 1, and 5.2. We differ in the position-wise budget, in experts of several
+sizes, and in the price of an expert that stays chosen.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -43,6 +47,8 @@ from lightning_moe_ckpt.policies._policy import Budget, Deltas, ExpertPolicy, Pl
 from lightning_moe_ckpt.policies._token_ledger import TokenLedger
 
 _SLACK, _SPARE = 2, 2
+_STATE_NBYTES = 12
+"""Bytes per element of a weight in float32 and two moments, which a gradient stands for."""
 
 ExpertRows = list[list[int]]
 """Global indices of one position's experts, by layer."""
@@ -81,6 +87,11 @@ class SelectivePolicy(ExpertPolicy):
         return min(self.max_wait(inputs.tables, inputs.budgets), MAX_GENERATIONS)
 
     @override
+    def in_force(self, inputs: PlanInputs) -> SelectivePolicy:
+        """Return the policy as it chooses while other nodes get gradients, or do not."""
+        return replace(self, deltas=inputs.deltas)
+
+    @override
     def after_restart(self, ledger: TokenLedger, lost_E: Tensor | None) -> TokenLedger:
         return ledger.with_k(None)
 
@@ -111,12 +122,15 @@ class SelectivePolicy(ExpertPolicy):
         at_risk = PEER if PEER in remote else STORAGE
         again = [(i, e) for i, row in enumerate(held) for e in taken_again(tables[i], row)]
         waiting = list(dict.fromkeys([*again, *self._waiting(tables, held, remote, budgets)]))
-        due = select_experts(tables, held, at_risk, budgets[STORAGE], index, first=waiting)
+        repeat = Fraction(1)
+        if self.deltas is not None and at_risk == PEER:
+            repeat = Fraction(2 * _STATE_NBYTES, _STATE_NBYTES + self.deltas.dtype.itemsize)
+        due = select_experts(tables, held, at_risk, budgets[STORAGE], index, first=waiting, repeat=repeat)
         late = self._late(index, tables, held, budgets, behind=bool(waiting))
         first = dict.fromkeys([*again, *late, *waiting, *((i, e) for i, row in enumerate(due) for e in row)])
         kept = select_experts(tables, held, MEMORY, budgets[MEMORY], index, first=list(first))
         waiting = [(i, e) for i, e in waiting if e in kept[i]]
-        return kept, select_experts(tables, kept, at_risk, budgets[STORAGE], index, first=waiting)
+        return kept, select_experts(tables, kept, at_risk, budgets[STORAGE], index, first=waiting, repeat=repeat)
 
     def _late(
         self, index: int, tables: Sequence[ExpertTable], held: ExpertRows, budgets: Mapping[str, int], *, behind: bool
@@ -161,6 +175,7 @@ def select_experts(
     index: int,
     *,
     first: Sequence[tuple[int, int]] = (),
+    repeat: Fraction = Fraction(1),
 ) -> ExpertRows:
     """Return the `S[i]` experts of each layer with most unsaved tokens (SelectExperts of Algorithm 1).
 
@@ -171,6 +186,7 @@ def select_experts(
         budget: bytes.
         index: rotates the order of equal experts.
         first: `(layer, expert)` taken before all others, as far as they fit.
+        repeat: see `unsaved_order`.
 
     Returns:
         Experts by layer. With experts of one size these are `budget // nbytes`, or all held experts.
@@ -182,7 +198,8 @@ def select_experts(
     numbers = compute_s(risks, sizes, costs, budget, least=[len(row) for row in taken], left=left)
     chosen = []
     for table, row, early, number in zip(tables, held, taken, numbers, strict=True):
-        order = unsaved_order(table, level, [(e - index) % table.num_experts for e in range(table.num_experts)])
+        turn = [(e - index) % table.num_experts for e in range(table.num_experts)]
+        order = unsaved_order(table, level, turn, repeat=repeat)
         rest = sorted((e for e in row if e not in early), key=order)
         chosen.append([*early, *rest[: number - len(early)]])
     return chosen

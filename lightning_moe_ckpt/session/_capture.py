@@ -300,10 +300,8 @@ class CaptureSession:
             copies = self.memory.copies.of(layout, window.layout)
             record = None
             if self._gradients is not None:  # first: gradients go sooner than the changed parameters
-                if self._tiers.want_gradients(window):
-                    record = self._gradients.start(layout, slot.view)
-                else:
-                    self._gradients.skip()
+                wanted = self._tiers.want_gradients(window)
+                record = self._gradients.start(layout, slot.view if wanted else None)
             self.sealing.capture(window, slot, copies, step=step, outcome=outcome, record=record)
         except RingFull as error:
             self._spoil(str(error))

@@ -68,11 +68,9 @@ class _StepRecorder:
 
     def __init__(self, view: StateView, fqns: Iterable[str]) -> None:
         self._view = view
-        self._params = {fqn: view.params[fqn] for fqn in sorted(fqns)}
-        self._watched = with_memory(list(self._params.values()))
         self._consumed: dict[str, _Consumed] = {}
         self._num_steps, self._edited = 0, False
-        self._versions = self._now()
+        self._watch(fqns)
         self._hook = view.schema.optimizer.register_step_post_hook(self._stepped)
         hooks = self._hook.hooks_dict_ref()
         assert hooks is not None, "the optimizer keeps its hooks"
@@ -91,6 +89,11 @@ class _StepRecorder:
         """Stop recording."""
         self._hook.remove()
         self.skip()
+
+    def _watch(self, fqns: Iterable[str]) -> None:
+        self._params = {fqn: self._view.params[fqn] for fqn in sorted(fqns)}
+        self._watched = with_memory(list(self._params.values()))
+        self._versions = self._now()
 
     def _take(self) -> dict[str, _Consumed] | None:
         """Return the gradients of the step to this boundary; `None` if it does not lead here or they have changed."""
@@ -216,19 +219,25 @@ class DifferentialRecorder(_StepRecorder):
 
 
 class GradientRecorder(_StepRecorder):
-    """Record the gradients of steps that change experts, behind segments."""
+    """Record the gradients of steps behind segments, from a parameter's first segment with a place for them on."""
 
     def __init__(self, view: StateView, engine: CopyEngine) -> None:
         assert view.gradient_dtype is not None
-        names = {piece.fqn for op in view.operators if op.kind == "expert" for piece in op.slices}
-        super().__init__(view, filter(view.keeps_gradient, names))
+        super().__init__(view, ())
         self._engine, self._dtype = engine, view.gradient_dtype
         self._record: RecordedStep | None = None
 
-    def start(self, layout: StepLayout, slot_U8: Tensor) -> RecordedStep | None:
-        """Begin to copy this boundary's gradients behind its segment; `None` if the step cannot be repeated."""
-        consumed = self._take()
-        if consumed is None:
+    def start(self, layout: StepLayout, slot_U8: Tensor | None) -> RecordedStep | None:
+        """Begin to copy this boundary's gradients behind its segment; `None` if the step cannot be repeated.
+
+        Args:
+            layout: layout of the boundary.
+            slot_U8: memory of the boundary; `None` if nobody wants the gradients.
+        """
+        consumed, known = self._take(), self._params.keys()
+        if not known >= (fqns := {place.shard.slice.fqn for place in layout.gradients}):
+            self._watch(known | fqns)
+        if consumed is None or slot_U8 is None:
             return None
         area_U8 = slot_U8[layout.gradients_at : layout.nbytes]
         parts: dict[str, PartGradient] = {}
@@ -236,6 +245,8 @@ class GradientRecorder(_StepRecorder):
         for place in layout.gradients:
             piece, end = place.shard.slice, place.offset + place.shard.slice.numel * self._dtype.itemsize
             found = consumed.get(piece.fqn)
+            if piece.fqn not in known:  # sent whole: whether it was stepped nobody saw
+                continue
             if found is not None:
                 flat = _flat(memory_of(found.gradient))
                 if flat is None:
@@ -375,10 +386,9 @@ def why_no_deltas(view: StateView, *, every_n_steps: int, exact: bool) -> str | 
             f"generations are {every_n_steps} steps apart: the gradients of all of them are hardly less than the state"
         )
     schema: StateSchema = view.schema
-    fqns = {piece.fqn for op in view.operators if op.kind == "expert" for piece in op.slices}
-    kept = [fqn for fqn in fqns if view.keeps_gradient(fqn)]
+    kept = [fqn for fqn in view.params if view.keeps_gradient(fqn)]
     if not kept:
-        return f"{type(schema.optimizer).__name__} is not Adam or AdamW, or no expert is trained in float32"
+        return f"{type(schema.optimizer).__name__} is not Adam or AdamW, or nothing is trained in float32"
     groups = [group for fqn in kept if (group := schema.adam_group(view.params[fqn])) is not None]
     on_cpu = all(view.params[fqn].device.type == "cpu" for fqn in kept)
     if exact and any(group["fused"] or (group["foreach"] and on_cpu) for group in groups):

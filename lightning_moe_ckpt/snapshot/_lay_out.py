@@ -69,7 +69,7 @@ def lay_out(record: PlanRecord, view: StateView, groups: ParallelGroups, journal
         view = view.replanned(view.operators.without(record.constants, record.thawed), dtypes)
     view = view.replanned(split_operators(view, groups, record.split_nbytes), dtypes)
     _expect_operators(record, view.operators)
-    shards = _stable_shards if record.plan.partial else _balanced_shards
+    shards = partial(_stable_shards, fixed=record.fixed) if record.plan.partial else _balanced_shards
     return WindowLayout(
         record=record,
         steps=[_step(shards(step, view, groups), view, groups, journal_nbytes) for step in record.plan.steps],
@@ -301,14 +301,17 @@ def _shared_out(taken: Sequence[tuple[str, RecordKind, ParamSlice]], holders: Re
 # -- partial plans
 
 
-def _stable_shards(step: WindowStep, view: StateView, groups: ParallelGroups) -> list[Shards]:
-    """Return the shards by file: experts in their fixed cut; the durable file begins with all of the dense part."""
+def _stable_shards(step: WindowStep, view: StateView, groups: ParallelGroups, *, fixed: bool) -> list[Shards]:
+    """Return the shards by file: experts in their fixed cut; the durable file begins with all of the dense part.
+
+    The dense part's cut makes up for ranks that write more of these experts, unless it is `fixed`.
+    """
     found: list[Shards] = []
     for audience in step.audiences:
         names = list(step.files[audience])
         shards: Shards = {}
         if audience == "durable":
-            shards = _dense_shards(view, groups, expert_loads(view, groups, names))
+            shards = _dense_shards(view, groups, expert_loads(view, groups, () if fixed else names))
         for operator in (view.operators[name] for name in names if name in view.operators):
             if operator.expert_idx is not None:
                 for region, each in _expert_shards(operator, view, groups).items():

@@ -433,7 +433,7 @@ class FileLayout:
 
 
 class StepLayout:
-    """Layout of one boundary on this rank: its files, one behind the other, then mirrors, then gradients of experts.
+    """Layout of one boundary on this rank: its files, one behind the other, then mirrors, then gradients.
 
     Args:
         files: files of the boundary, the durable one first.
@@ -450,10 +450,11 @@ class StepLayout:
         for owner, ranks in (Mirroring() if mirroring is None else mirroring).owners.items():
             if (mirror := self.durable.mirror(owner, ranks, start=self._stop)) is not None:
                 self.mirrors[owner], self._stop = mirror, mirror.stop
-        self.mirrored = None if mirroring is None else self.durable.run(mirroring.among)
+        among = frozenset[int]() if mirroring is None else mirroring.among
+        self.mirrored = self.durable.run(among)
         """Run of the durable file that holders of copies take from their own state."""
-        self.gradients = self._places_of_gradients()
-        """Places for gradients of experts that have copies on other nodes."""
+        self.gradients = self._places_of_gradients(among)
+        """Places for gradients of what is sent to holders of copies."""
 
     @property
     def gradients_at(self) -> int:
@@ -479,15 +480,16 @@ class StepLayout:
         assert self.view.gradient_dtype is not None
         return self.gradients_at + last.offset + gradient_nbytes(last.shard.slice.numel, self.view.gradient_dtype)
 
-    def _places_of_gradients(self) -> list[GradientPlace]:
-        dtype, view = self.view.gradient_dtype, self.view
-        places: list[GradientPlace] = []
+    def _places_of_gradients(self, among: Collection[int]) -> list[GradientPlace]:
+        dtype, view, places, offset = self.view.gradient_dtype, self.view, list[GradientPlace](), 0
         if dtype is None:
             return places
-        offset = 0
-        for shard in (shard for shard, _ in self.durable.table.shards):
-            full = shard.kind is RecordKind.FULL and view.operators[shard.operator].kind == "expert"
-            if full and view.keeps_gradient(shard.slice.fqn):
+        rank, mirrored = self.groups.rank, self.durable.common(among)  # the first of the file
+        shards = self.durable.table.shards[sum(len(self.durable.written(each, rank).shards) for each in mirrored) :]
+        for shard in (shard for shard, _ in shards):
+            # The dense part of a copy stays exact: all tokens pass it.
+            may_round = dtype is torch.float32 or view.operators[shard.operator].kind == "expert"
+            if may_round and shard.kind is RecordKind.FULL and view.keeps_gradient(shard.slice.fqn):
                 places.append(GradientPlace(shard, offset))
                 offset += gradient_nbytes(shard.slice.numel, dtype)
         return places

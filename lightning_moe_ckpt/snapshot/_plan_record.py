@@ -39,6 +39,8 @@ class PlanRecord:
     """Parameters without records, as training does not change them."""
     thawed: tuple[str, ...] = ()
     """Former constants that have changed, each an operator by itself."""
+    fixed: bool = False
+    """Whether partial generations cut the dense part alike, whichever experts they take, so that gradients can stand for it."""
     stages: tuple[Mapping[str, Any], ...] = ()
     """Facts that differ between pipeline stages, by stage; empty without stages."""
 
@@ -116,6 +118,7 @@ class PlanRecord:
             split_nbytes=value["split_nbytes"],
             constants=tuple(map(str, value.get("constants", ()))),
             thawed=tuple(map(str, value.get("thawed", ()))),
+            fixed=bool(value.get("fixed", False)),
             stages=stages,
         )
         return record.of_stage(0)
@@ -132,6 +135,7 @@ class PlanRecord:
             "split_nbytes": 0 if self.stages else self.split_nbytes,
         }
         value |= {name: list(each) for name in ("constants", "thawed") if (each := getattr(self, name))}
+        value |= {"fixed": True} if self.fixed else {}
         if self.stages:
             value["stages"] = [dict(stage) for stage in self.stages]
         return json.dumps(value, sort_keys=True, separators=(",", ":"))

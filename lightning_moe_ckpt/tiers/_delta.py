@@ -7,7 +7,7 @@ tensors are sent whole, and so are parts without state in the previous segment.
 
 ```text
 recipe   encoding of each part, settings of the step, difference of the headers, a digest of all this
-payload  whole tensors, in runs, in the order of the file; then gradients, each at a multiple of 64 bytes
+payload  whole tensors, in runs, in the order of the file, without zeros at its end; then gradients, each at a multiple of 64 bytes
 ```
 
 Invariant: only the marker's digest of the whole segment decides whether a rebuilt segment is right. A copy with another
@@ -121,7 +121,8 @@ def encode_delta(
     now = Baseline.of(segment_U8)
     settings: dict[StepSettings, int] = {}
     codes = bytes(_codes(base, now, gradients, settings, mirrored or (0, 0)))
-    plan = plan_delta(base.header, now.header, codes, gradients.dtype, whole=audit, mirrored=mirrored)
+    zeros = index_of(now.header).zeros(segment_U8)
+    plan = plan_delta(base.header, now.header, codes, gradients.dtype, whole=audit, mirrored=mirrored, zeros=zeros)
     literal = [segment_U8[start:stop] for start, stop in plan.literal]
     stepped = [gradients.area[start:stop] for start, stop in _gradient_runs(plan, gradients)]
     exact = audit or gradients.dtype is torch.float32
@@ -129,6 +130,7 @@ def encode_delta(
         "settings": [asdict(setting) for setting in list(settings)[:_MAX_SETTINGS]],
         "dtype": dtype_code(gradients.dtype),
         "audit": audit,
+        "zeros": zeros,
         "digest": None if gradients.dtype is torch.float32 else _digest(stepped).hexdigest(),
     }
     recipe = _pack(json.dumps(document).encode(), codes, compress(now.header, base.header))
@@ -151,9 +153,9 @@ class DeltaDecoder:
     def __init__(self, recipe: bytes, base_U8: Tensor, out_U8: Tensor, mirrored: Run | None = None) -> None:
         base_header = SegmentLayout.header_in(base_U8.numpy().data)
         document, codes, compressed = _unpack(recipe, out_U8.numel())
-        self._settings, self.dtype, self._wanted, audit = _read(document)
+        self._settings, self.dtype, self._wanted, audit, zeros = _read(document)
         header = decompress(compressed, base_header, out_U8.numel())
-        self.plan = plan_delta(base_header, header, codes, self.dtype, whole=audit, mirrored=mirrored)
+        self.plan = plan_delta(base_header, header, codes, self.dtype, whole=audit, mirrored=mirrored, zeros=zeros)
         self._base, self._out = base_U8, out_U8
         self._received = self._num_stepped = 0
         self._digest = xxhash.xxh3_128()
@@ -163,6 +165,7 @@ class DeltaDecoder:
         if max(codes, default=0) >= STEPPED + len(self._settings) or out_U8.numel() < self.plan.nbytes:
             raise wrong_delta()
         self.plan.layout.write_header(out_U8)
+        self.segment[self.plan.layout.nbytes - zeros :].zero_()
         out, base = out_U8.numpy(), base_U8.numpy()
         for source, destination, nbytes in self.plan.kept:
             out[destination : destination + nbytes] = base[source : source + nbytes]
@@ -312,19 +315,22 @@ def _unpack(recipe: bytes, most: int) -> tuple[bytes, bytes, bytes]:
     return inflate(document, _MAX_DOCUMENT_NBYTES), inflate(codes, most), compressed
 
 
-def _read(document: bytes) -> tuple[list[StepSettings], torch.dtype, str | None, bool]:
-    """Return settings, the gradients' dtype and digest, and whether the whole segment is sent too. Raises `Corrupt`."""
+def _read(document: bytes) -> tuple[list[StepSettings], torch.dtype, str | None, bool, int]:
+    """Return settings, the gradients' dtype and digest, whether the whole segment is sent too, and the zeros not sent.
+
+    Raises `Corrupt`.
+    """
     try:
         found = json.loads(document)
         settings = [StepSettings(**setting) for setting in found["settings"]]
-        dtype, digest, audit = dtype_of(found["dtype"]), found["digest"], found["audit"]
+        dtype, digest, audit, zeros = dtype_of(found["dtype"]), found["digest"], found["audit"], found["zeros"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise wrong_delta() from error
     numbers = [value for setting in settings for value in asdict(setting).values()]
     known = dtype in {torch.float32, torch.bfloat16} and isinstance(digest, str | None) and isinstance(audit, bool)
-    if not known or not all(isinstance(value, int | float) for value in numbers):
+    if not (known and isinstance(zeros, int)) or not all(isinstance(value, int | float) for value in numbers):
         raise wrong_delta()
-    return settings, dtype, digest, audit
+    return settings, dtype, digest, audit, zeros
 
 
 # -- when

@@ -33,6 +33,8 @@ _STEP, _PRESENT = "step", "present"
 _REPLAYED = ("param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _KNOWN = (_PRESENT, "param", _STEP, "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _REMEMBERED = 16
+_ZEROS = 4096
+"""Zeros that are not sent come in blocks of so many bytes."""
 
 
 def gradient_nbytes(numel: int, dtype: torch.dtype) -> int:
@@ -95,6 +97,17 @@ class SegmentIndex:
         present = [self.layout.spans.get(f"{prefix}/{_PRESENT}") for prefix in self.prefixes]
         self._has_flag = np.array([span is not None for span in present], dtype=np.bool_)
         self._flags = np.array([span.offset if span is not None else 0 for span in present], dtype=np.int64)
+
+    @property
+    def last(self) -> int:
+        """First byte of the last tensor."""
+        return next((span.offset for span in reversed(self.layout.spans.values())), self.layout.nbytes)
+
+    def zeros(self, segment_U8: Tensor) -> int:
+        """Return the zero bytes at the end of the last tensor, in whole blocks: most of a journal's room."""
+        room_U8 = segment_U8[self.last : self.layout.nbytes]
+        used = room_U8[room_U8.numel() % _ZEROS :].view(-1, _ZEROS).any(1).flip(0).tolist()
+        return _ZEROS * (used.index(True) if True in used else len(used))
 
     def present(self, segment: NDArray[np.uint8]) -> bytes:
         """Return one byte per part: nonzero if the optimizer had state; 0 if the segment does not say."""
@@ -184,7 +197,14 @@ class DeltaPlan:
 
 @lru_cache(_REMEMBERED)
 def plan_delta(
-    base_header: bytes, header: bytes, codes: bytes, dtype: torch.dtype, *, whole: bool, mirrored: Run | None = None
+    base_header: bytes,
+    header: bytes,
+    codes: bytes,
+    dtype: torch.dtype,
+    *,
+    whole: bool,
+    mirrored: Run | None = None,
+    zeros: int = 0,
 ) -> DeltaPlan:
     """Plan the origin of every byte of a segment.
 
@@ -195,12 +215,13 @@ def plan_delta(
         dtype: dtype of the gradients.
         whole: whether the whole segment is sent too.
         mirrored: run of the segment that the receiver has; its parts have the code `LITERAL`, and are not sent.
+        zeros: bytes at the end of the segment, all zero, that are not sent.
 
     Raises:
         Corrupt: the codes do not fit the two headers.
     """
     base, index = index_of(base_header), index_of(header)
-    if len(codes) != len(index.prefixes):
+    if len(codes) != len(index.prefixes) or not 0 <= zeros <= index.layout.nbytes - index.last:
         raise wrong_delta()
     encoded = {prefix: code for prefix, code in zip(index.prefixes, codes, strict=True) if code != LITERAL}
     for prefix, code in encoded.items():
@@ -210,6 +231,7 @@ def plan_delta(
     names = frozenset(index.layout.spans) - known
     literal = [(0, index.layout.nbytes)] if whole else list(_runs(index.layout, names))
     literal = list(_without(literal, mirrored or (0, 0)))
+    literal = list(_without(literal, (index.layout.nbytes - zeros, index.layout.nbytes)))
     literal_nbytes = sum(stop - start for start, stop in literal)
     stepped = list(_stepped(base, index, encoded, dtype, literal_nbytes))
     payload_nbytes = stepped[-1].end if stepped else literal_nbytes

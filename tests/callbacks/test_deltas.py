@@ -291,7 +291,7 @@ REFUSED: dict[str, tuple[Case, dict[str, Any], str]] = {
     "SGD": (Case(optimizer=torch.optim.SGD), {}, "SGD is not Adam"),
     "fused": (Case(options=options(fused=True)), {}, "rounds otherwise"),
     "foreach": (Case(options=options(foreach=True)), {}, "rounds otherwise"),
-    "double": (Case(trainer=options(precision="64-true")), {}, "no expert is trained in float32"),
+    "double": (Case(trainer=options(precision="64-true")), {}, "nothing is trained in float32"),
     "every other step": (Case(), {"every_n_steps": 2}, "2 steps apart"),
     "not wanted": (Case(), {"delta": None}, ""),
 }

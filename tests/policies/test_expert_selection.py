@@ -420,6 +420,33 @@ def test_selective_follows_algorithm_1() -> None:
     assert chosen.storage == ((0, 2, 4), (2,), ())
 
 
+def priced(tokens: Sequence[torch.Tensor], deltas: Deltas | None) -> tuple[float, float]:
+    """Tokens at risk, and bytes to other nodes relative to states, with a policy that knows, or not, what a gradient costs."""
+    shapes, policy = [ExpertLayout(layer=f"moe{i}", rank_of=(0,) * 16, nbytes=1) for i in range(4)], SelectivePolicy(deltas=deltas)
+    accounting = TokenLedger.start([16] * 4, levels=[*LEVELS, PEER]).take(0, Selection.everything(shapes), [*LEVELS, PEER])
+    risk, sent, whole, before = 0, 0.0, 0, set[int]()
+    for step, tokens_E in enumerate(tokens, start=1):
+        accounting = accounting.add(tokens_E)
+        chosen = policy.select(step, accounting.tables(shapes), dict.fromkeys(LEVELS, 20))
+        accounting = accounting.take(step, chosen, [*LEVELS, PEER])
+        for level in (*LEVELS, PEER):
+            accounting = accounting.complete(level, step)
+        taken = set(chosen.flat(PEER, [16] * 4))
+        risk += int(accounting.unsaved(PEER).sum())
+        sent, whole = sent + len(taken - before) + len(taken & before) / 3, whole + len(taken)
+        before = taken
+    return risk, sent / whole
+
+
+@pytest.mark.parametrize("alpha", [0.3, 0.1])
+def test_an_expert_that_costs_a_gradient_stays_chosen_where_tokens_at_risk_allow_it(alpha: float) -> None:
+    """Fewer bytes for as many tokens at risk, to three per cent; no expert waits longer than without."""
+    tokens = routed(alpha)
+    (risk, share), (priced_risk, priced_share) = priced(tokens, None), priced(tokens, Deltas())
+    assert priced_share < share - 0.02
+    assert priced_risk < 1.03 * risk
+
+
 @given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 9)), min_size=1, max_size=8), st.integers(0, 60))
 def test_s_adds_up_to_s_total(layers: list[tuple[int, int]], s_total: int) -> None:
     """Line 5 of the algorithm: exactly, or all experts; and no layer with room gets less than its share rounded down."""
