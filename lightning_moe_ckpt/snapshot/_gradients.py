@@ -41,6 +41,7 @@ from lightning_moe_ckpt.native import (
 )
 from lightning_moe_ckpt.operators import StateSchema, memory_of, whole_of, with_memory
 from lightning_moe_ckpt.snapshot._filling import versions
+from lightning_moe_ckpt.snapshot._lay_out import packed_layout
 from lightning_moe_ckpt.snapshot._layout import StateView, StepLayout
 from lightning_moe_ckpt.snapshot._shards import PACKED
 from lightning_moe_ckpt.snapshot._watched import DataAccess, digested
@@ -154,10 +155,14 @@ class DifferentialRecorder(_StepRecorder):
         """Note that the boundary is taken whole: the remainders of compression are void."""
         self._left_out.clear()
 
-    def compress(self, layout: StepLayout) -> None:
+    def compress(self, layout: StepLayout) -> StepLayout:
         """Replace the newest step's gradients by compressed ones, for the shards that this rank writes.
 
         Source: TierCheck (2026), Sec. 3.2. Without error feedback, as there, a gradient's remainder is lost.
+
+        Returns:
+            The layout with the bytes of these gradients in the place of the most; `layout` itself on a device, which
+            would have to be waited for.
         """
         gradients = self._view.consumed
         own = [
@@ -174,11 +179,14 @@ class DifferentialRecorder(_StepRecorder):
         compressed = compress_gradients(flat)
         gradients.clear()
         packed: dict[str, list[Tensor]] = {}
+        sizes: dict[str, int] = {}
         for shard, each, found in zip(own, flat, compressed, strict=True):
             packed.setdefault(shard.slice.fqn, []).append(pack_gradient(found))
+            sizes[shard.prefix] = len(packed[shard.slice.fqn][-1])
             if self._feeds_back:
                 self._left_out[shard.prefix] = each - decompress_gradient(found).view(-1)
         gradients.update({fqn: torch.cat(each) for fqn, each in packed.items()})
+        return layout if any(each.is_cuda for each in flat) else packed_layout(layout, sizes)
 
     def settings(self) -> dict[str, Any]:
         """Return the newest step's settings for its boundary's journal, to be read by `step_settings`."""

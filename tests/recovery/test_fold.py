@@ -18,6 +18,7 @@ from lightning_moe_ckpt.native import (
     packed_nbytes,
     unpack_gradient,
 )
+from lightning_moe_ckpt.native._gradient import SparseGradient
 from lightning_moe_ckpt.recovery import Difference, fold
 from lightning_moe_ckpt.tiers import StepSettings
 
@@ -88,18 +89,45 @@ def test_differences_of_something_else_are_refused() -> None:
 
 @pytest.mark.parametrize("numel", [1, 99_999, 100_000, 200_003])
 def test_what_is_packed_is_what_was_compressed(numel: int) -> None:
-    """In as many bytes at every step, whatever the gradient has; nothing else passes for it."""
-    for gradient in (torch.randn(numel), torch.zeros(numel), torch.ones(numel)):
+    """In the bytes that it needs, a gradient of zeros in one word; nothing else passes for it."""
+    for gradient in (torch.zeros(numel), torch.ones(numel), torch.randn(numel)):
         (compressed,) = compress_gradients([gradient])
         packed_U8 = pack_gradient(compressed)
-        assert packed_U8.numel() == packed_nbytes(numel)
+        assert packed_U8.numel() <= packed_nbytes(numel)
         assert torch.equal(decompress_gradient(unpack_gradient(packed_U8, numel)), decompress_gradient(compressed))
-    with pytest.raises(ValueError, match="no compressed gradient"):
-        unpack_gradient(packed_U8, 2 * numel)
-    packed_U8[:4] = 255
-    if numel >= 100_000:
-        with pytest.raises(ValueError, match="keeps -1"):
+        assert packed_U8.numel() == 4 or bool(gradient.any())
+    for other in (packed_U8[:-2], torch.cat([packed_U8, packed_U8[:2]])) if numel > 1 else (packed_U8,):
+        with pytest.raises(ValueError, match="no compressed gradient"):
+            unpack_gradient(other, numel if numel > 1 else 3)
+    if numel < 100_000:
+        return
+    assert 4 * numel > 90 * packed_U8.numel(), "of the gradient's bytes"
+    kept, tiles = ~int(packed_U8[:4].view(torch.int32)), -(-numel // 2048)
+    counts, places = (packed_U8[at : at + 4].view(torch.int16) for at in (4, 4 + 2 * tiles))
+    for damaged, change in ((counts, (1, 0)), (counts, (-40, 40)), (places, (2048, 0)), (places, (places[1], 0))):
+        before = damaged.clone()
+        damaged[:] += torch.tensor(change, dtype=torch.int16)
+        with pytest.raises(ValueError, match="no compressed gradient"):
             unpack_gradient(packed_U8, numel)
+        damaged[:] = before
+    assert kept == unpack_gradient(packed_U8, numel).parts[0].values.numel()  # type: ignore[union-attr]
+    packed_U8[:4].view(torch.int32)[0] = kept  # as earlier builds had it
+    with pytest.raises(ValueError, match="no compressed gradient"):
+        unpack_gradient(packed_U8, numel)
+
+
+def test_gradients_that_earlier_builds_packed_are_read() -> None:
+    """Their places are those of the whole part, and behind both columns is room for as many elements as could be kept."""
+    gradient = torch.randn(200_003)
+    (compressed,) = compress_gradients([gradient])
+    assert isinstance(compressed, SparseGradient)
+    (part,) = compressed.parts
+    columns = [part.indices, part.values]
+    for column in columns:
+        column[int(part.tiles[-1]) :] = 0
+    packed_U8 = torch.cat([column.view(torch.uint8) for column in (part.tiles[-1:], *columns)])
+    found = unpack_gradient(packed_U8, gradient.numel())
+    assert torch.equal(decompress_gradient(found), decompress_gradient(compressed))
 
 
 def test_compressed_differences_are_applied_as_they_are() -> None:
