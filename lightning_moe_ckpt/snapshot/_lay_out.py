@@ -87,9 +87,7 @@ def lay_out(record: PlanRecord, view: StateView, groups: ParallelGroups, journal
 def packed_layout(layout: StepLayout, packed: Mapping[str, int]) -> StepLayout:
     """Return the layout of a difference whose compressed gradients have so many bytes, by shard."""
     file = layout.durable
-    return StepLayout(
-        FileLayout(file.shards, file.view, file.groups, file.segment.span(JOURNAL).nbytes, packed=packed)
-    )
+    return StepLayout(FileLayout(file.shards, file.view, file.groups, file.segment.span(JOURNAL).nbytes, packed=packed))
 
 
 def dense_layout(view: StateView, groups: ParallelGroups, journal_nbytes: int) -> WindowLayout:

@@ -215,7 +215,8 @@ class StateView:
         averages: list[FieldForm] = [(key, average.dtype, None) for key, average in self.averages.of(fqn).items()]
         if kind is RecordKind.DELTA and fqn in self.repeatable:
             packed = self.difference_dtype is torch.uint8
-            return [(PACKED, torch.uint8, ()) if packed else (GRADIENT, self.difference_dtype, None), *averages]
+            narrowest = min(self.difference_dtype, param.dtype, key=lambda dtype: dtype.itemsize)
+            return [(PACKED, torch.uint8, ()) if packed else (GRADIENT, narrowest, None), *averages]
         state: list[FieldForm] = [
             (entry.key, entry.dtype, None if entry.per_element else entry.shape)
             for entry in self.schema.entries(param)
