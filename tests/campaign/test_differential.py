@@ -193,6 +193,22 @@ def newest_on_others(step: int) -> int:
     return step - 1 if step - base >= BASE_STEPS - 1 else base - 1
 
 
+SHARED = replace(NODES, model="lists", options=(), expert_parallel=1)
+"""All ranks hold the same state, of which each writes a third."""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("step", range(2, 15, 4))
+def test_what_data_parallel_ranks_share_is_where_it_was_too(campaigns: Campaigns, folder: Path, step: int) -> None:
+    """Rank 1 dies with its memory: what it wrote of shared state is in memory elsewhere, without `replicas=`."""
+    nodes, newest = Nodes(folder, (0, 1, 2), dies=1), newest_on_others(step)
+    kill = Kill(phase="forward", step=step, rank=1)
+    fit = partial(train_until_links_are_copied, SHARED, nodes, step, newest)
+    _, last = campaigns.check(SHARED, kill, may_complain=True, fit=fit)
+    assert begun_at(last) == newest
+    assert "from storage" not in last.log()
+
+
 @pytest.mark.parametrize("step", [10, *(pytest.param(n, marks=pytest.mark.soak) for n in range(2, 15) if n != 10)])
 def test_a_lost_node_is_where_it_was_from_what_another_one_has(campaigns: Campaigns, folder: Path, step: int) -> None:
     """Rank 1 dies with its memory: base and differences come from the node beside it, and nothing from storage."""

@@ -52,7 +52,11 @@ def difference(
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-FORMS: dict[str, dict[str, bool]] = {"plain": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+FORMS: dict[str, dict[str, bool]] = {
+    "plain": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+}
 
 
 @pytest.mark.parametrize("device", DEVICES)
