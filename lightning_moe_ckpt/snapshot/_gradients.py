@@ -362,18 +362,15 @@ def _why_not_repeatable(view: StateView, fqn: str, *, exact: bool) -> str:
         f"{type(optimizer).__name__} may round otherwise than torch's Adam and AdamW": type(optimizer)
         not in (Adam, AdamW),
         narrow: not (is_wide or param.dtype is torch.bfloat16),
-        "a learning rate that is a tensor, `capturable` and `differentiable` round otherwise": bool(
-            group["capturable"] or group["differentiable"]
+        "a learning rate that is a tensor, `capturable` and `differentiable` round otherwise": any(
+            isinstance(value, Tensor) for value in (group["lr"], *group["betas"])
         )
-        or any(isinstance(value, Tensor) for value in (group["lr"], *group["betas"])),
+        or any(group[name] for name in ("capturable", "differentiable")),
         "Adam's weight decay rounds bfloat16 by the place in memory": not (
             is_wide or group["fused"] or _is_decoupled(optimizer, group)
-        )
-        and bool(group["weight_decay"]),
-        f"their kernel (`{kernel}`) rounds the last elements otherwise where {LANES} do not divide them all": bool(
-            kernel
-        )
-        and memory_of(param).numel() % LANES != 0,
+        ),
+        f"`{kernel}` rounds the last elements of shards otherwise, and what {LANES} does not divide": kernel != ""
+        and (fqn in view.boxes or param.numel() % LANES != 0),
     }
     if not exact and param.numel() > MAX_PART_NUMEL:
         return f"they have more than {MAX_PART_NUMEL} elements"

@@ -198,7 +198,7 @@ SHARED = replace(NODES, model="lists", options=(), expert_parallel=1)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("step", range(2, 15, 4))
+@pytest.mark.parametrize("step", [6, 10, 14])
 def test_what_data_parallel_ranks_share_is_where_it_was_too(campaigns: Campaigns, folder: Path, step: int) -> None:
     """Rank 1 dies with its memory: what it wrote of shared state is in memory elsewhere, without `replicas=`."""
     nodes, newest = Nodes(folder, (0, 1, 2), dies=1), newest_on_others(step)
