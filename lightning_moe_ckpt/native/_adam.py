@@ -174,10 +174,10 @@ def replay_kernel(state: AdamState, steps: Sequence[AdamStep]) -> None:
     numel = state.param.numel()
     if steps[0].kernel.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError("These steps were taken on a GPU; repeat them where there is one.")
-    param, exp_avg, exp_avg_sq, *top = (_filled(tensor).to(_kernel_of(steps[0])[0]) for tensor in state.tensors())
+    device, form = steps[0].kernel.split()
+    param, exp_avg, exp_avg_sq, *top = (_filled(tensor).to(device) for tensor in state.tensors())
     for step in steps:
         assert isinstance(step.gradient, Tensor)
-        device, form = _kernel_of(step)
         count = torch.tensor(float(step.step - 1), device=device if form == "fused" else "cpu")
         adam(
             *([param], [_filled(step.gradient).to(device)], [exp_avg], [exp_avg_sq], top, [count]),
@@ -202,10 +202,6 @@ LANES = 64
 
 def _filled(tensor: Tensor) -> Tensor:
     return torch.nn.functional.pad(tensor.detach().reshape(-1), (0, -tensor.numel() % LANES))
-
-
-def _kernel_of(step: AdamStep) -> list[str]:
-    return step.kernel.split()
 
 
 def replay_cpu(state: AdamState, steps: Sequence[AdamStep], how: Arithmetic, threads: int = 1) -> None:

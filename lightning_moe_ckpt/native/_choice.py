@@ -98,7 +98,7 @@ def replay_adam(state: AdamState, steps: Sequence[AdamStep], *, threads: int | N
 
     Args:
         state: parameter and moments.
-        steps: steps in the optimizer's order; all by compiled code, or all by kernels of torch on one device.
+        steps: steps in the optimizer's order; all by compiled code, or all by one kernel of torch.
         threads: CPU threads; torch's number by default.
 
     Raises:

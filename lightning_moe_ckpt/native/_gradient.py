@@ -238,12 +238,8 @@ def unpack_gradient(packed_U8: Tensor, numel: int) -> CompressedGradient:
     Raises:
         ValueError: the bytes are no packed gradient of so many elements.
     """
-    how, shape, word, rest = (
-        GradientCompression(),
-        torch.Size([numel]),
-        packed_U8[:_WORD_NBYTES],
-        packed_U8[_WORD_NBYTES:],
-    )
+    how, shape = GradientCompression(), torch.Size([numel])
+    word, rest = packed_U8[:_WORD_NBYTES], packed_U8[_WORD_NBYTES:]
     if numel < max(how.small_numel, 1):
         _expect(len(rest) in (0, numel), len(packed_U8), numel)
         values = rest if len(rest) else torch.zeros(numel, dtype=torch.uint8)
@@ -260,11 +256,9 @@ def unpack_gradient(packed_U8: Tensor, numel: int) -> CompressedGradient:
         room = (len(rest) - 2 * tiles) // 4
         _expect(kept <= room and len(rest) == 2 * tiles + 4 * room, len(packed_U8), numel)
         counts, places = rest[: 2 * tiles].view(torch.int16), rest[2 * tiles : 2 * (tiles + kept)].view(torch.int16)
-        whole = bool((counts >= 0).all()) and int(counts.sum()) == kept and bool((places % TILE_NUMEL == places).all())
-        _expect(whole, len(packed_U8), numel)
-        used = places + torch.arange(0, tiles * TILE_NUMEL, TILE_NUMEL, dtype=torch.int32).repeat_interleave(
-            counts.int()
-        )
+        _expect(bool((counts >= 0).all()) and int(counts.sum()) == kept, len(packed_U8), numel)
+        first = torch.arange(tiles, dtype=torch.int32) * TILE_NUMEL
+        used = places + first.repeat_interleave(counts.int())
         values = rest[2 * (tiles + room) :].view(torch.float16)
     bounds = [0, *used[:1].tolist(), *used[-1:].tolist(), numel - 1]
     _expect(bounds == sorted(bounds) and bool((used.diff() > 0).all()), len(packed_U8), numel)
