@@ -84,7 +84,7 @@ class AdamStep:
     @property
     def bias2_sqrt(self) -> float:
         """Root of the second moment's bias correction."""
-        return (1 - self.beta2**self.step) ** 0.5  # as torch has it, whose `**` and `math.sqrt` may differ
+        return float((1 - self.beta2**self.step) ** 0.5)  # as torch has it, whose `**` and `math.sqrt` may differ
 
 
 class _Step(c.Structure):
