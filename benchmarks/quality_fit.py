@@ -45,9 +45,10 @@ from lightning_moe_ckpt.callbacks import (
     SparseCheckpoint,
 )
 from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.native._gradient import GradientCompression
 from lightning_moe_ckpt.policies import DifferentialMode
 from lightning_moe_ckpt.policies._partial import ExpertOrder
-from lightning_moe_ckpt.testing import Attempt
+from lightning_moe_ckpt.testing import Attempt, Seam
 from lightning_moe_ckpt.testing._records import JsonLines, Record
 
 System = Literal[
@@ -82,6 +83,9 @@ _MODES: dict[System, DifferentialMode] = {
 }
 _BASE_EVERY = 50
 """Steps between two full snapshots of differential ones, as TierCheck has it."""
+_SMALL_NUMEL = 2000
+"""Elements below which a gradient becomes INT8, in the place of 100,000: the experts of this model have 8,192, and are to be
+sparse as those of a large one."""
 _SNAPSHOT_K = 2
 _PLT_BUDGET = 0.05
 """Budget of Dynamic-K, as PEC has it."""
@@ -141,6 +145,7 @@ CASES = (
     Case(system="bf16", loss="process"),
     Case(system="compressed", loss="node"),
     Case(system="compressed", loss="process"),
+    Case(system="feedback", loss="node"),
     Case(system="feedback", loss="process"),
     Case(system="partial", loss="node"),
     Case(system="partial", loss="process"),
@@ -230,6 +235,9 @@ class QualityFit:
     def __call__(self, attempt: Attempt) -> Record:
         """Run an attempt. Returns nothing: its lines are in the record, beside those of attempts that were killed."""
         own_memory(self.memory, lost=attempt.index > 0 and self.case.loss == "node")
+        defaults = {**(GradientCompression.__init__.__kwdefaults__ or {}), "small_numel": _SMALL_NUMEL}
+        where = "GradientCompression.__init__.__kwdefaults__"
+        Seam(module=GradientCompression.__module__, attribute=where, replacement=defaults).apply()
         # Another seed in every attempt but the first: what is not restored shows.
         seed_everything(self.seed + 7919 * attempt.index, verbose=False)
         model = TextModel(self.scale.size, self.scale.steps)

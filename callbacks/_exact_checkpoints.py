@@ -150,9 +150,9 @@ class DifferentialCheckpoint(CheckpointCallback):
 
     That is the gradient of each parameter as the optimizer consumed it, after unscaling and clipping, with the settings of
     the step: about a third of the full state of Adam. A restart applies the gradients to the full state in one pass, and
-    goes on from the newest step, bit for bit. It is exact where steps can be repeated to the last bit: on the CPU, of torch's
-    own Adam and AdamW, neither fused nor foreach, in float32. All other parameters are stored whole at every step, so that what
-    is restored is exact all the same; the log says which. Memory keeps the newest steps with their full state: 2 full states and
+    goes on from the newest step, bit for bit. Steps of torch's own Adam and AdamW are repeated, in float32 and bfloat16, by the
+    kernel that took them, if a probe finds it to repeat bits. All other parameters are stored whole at every step, so that
+    what is restored is exact all the same; the log says which. Memory keeps the newest steps with their full state: 2 full states and
     `batch + 2` gradients are reserved, or 3 and `2 * batch + 2` (`memory_generations`). Storage gets steps `batch` at a time.
 
     Weights and optimizer state that hooks change between steps are stored too, if in place or through `param.data`; changes through
@@ -165,9 +165,9 @@ class DifferentialCheckpoint(CheckpointCallback):
         every_n_steps: optimizer steps between two full states.
         batch: steps that storage gets together.
         mode: `bf16` keeps gradients rounded to bfloat16, in half the bytes: what a restart goes on from then differs by their
-            rounding since the last full state from what was trained. On a GPU, and with fused or foreach optimizers, that is
-            where gradients are enough. `compressed` keeps, of tensors of 100,000 elements and more, the hundredth that is
-            largest, and others in INT8: a fortieth of the bytes, and restarts differ by what that leaves out.
+            rounding since the last full state from what was trained. `compressed` keeps, of tensors of 100,000 elements and
+            more, the hundredth that is largest, and others in INT8: a 290th and a 12th of the bytes, and restarts differ by what that
+            leaves out.
         error_feedback: with `compressed`, whether what is left out of a gradient is added to the next one, until the next
             full state; takes memory for a gradient of every parameter on its device.
         **shared: arguments of every checkpoint callback, see `CheckpointArguments`.

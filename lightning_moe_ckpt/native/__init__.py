@@ -3,8 +3,10 @@
 Internal: may change in any version.
 """
 
+from lightning_moe_ckpt.native._adam import LANES as LANES
 from lightning_moe_ckpt.native._adam import AdamState as AdamState
 from lightning_moe_ckpt.native._adam import AdamStep as AdamStep
+from lightning_moe_ckpt.native._adam import repeats as repeats
 from lightning_moe_ckpt.native._bubbles import BubbleFigures as BubbleFigures
 from lightning_moe_ckpt.native._bubbles import Bubbles as Bubbles
 from lightning_moe_ckpt.native._choice import compress_gradients as compress_gradients

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import ctypes as c
 import functools
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.optim.adam import adam
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.native import _library
@@ -68,6 +68,9 @@ class AdamStep:
     decoupled: bool = True
     """Weight decay as in AdamW; otherwise as in Adam, added to the gradient."""
     maximize: bool = False
+    kernel: str = ""
+    """Kernel of torch that repeats the step, as a type of device and `plain`, `foreach` or `fused`; empty for the plain
+    arithmetic in float32, which is repeated by compiled code."""
 
     def __post_init__(self) -> None:
         if self.step < 1:
@@ -81,7 +84,7 @@ class AdamStep:
     @property
     def bias2_sqrt(self) -> float:
         """Root of the second moment's bias correction."""
-        return math.sqrt(1 - self.beta2**self.step)
+        return float((1 - self.beta2**self.step) ** 0.5)  # as torch has it, whose `**` and `math.sqrt` may differ
 
 
 class _Step(c.Structure):
@@ -130,16 +133,75 @@ def _mkl_root() -> int:
     return c.cast(function, c.c_void_p).value or 0
 
 
-def _agrees(variant: Arithmetic, decoupled: bool, beta1: float) -> bool:
+def _sample(decoupled: bool, beta1: float, numel: int = 4099) -> tuple[AdamState, list[AdamStep]]:
     generator = torch.Generator().manual_seed(1)  # leaves the global generator alone
-    draw = functools.partial(torch.randn, 4099, generator=generator)
+    draw = functools.partial(torch.randn, numel, generator=generator)
     state = AdamState(draw(), draw() * 0.1, draw().square() * 0.01, draw().square() * 0.01)
     settings = AdamStep(gradient=draw(), step=3, lr=1e-2, beta1=beta1, weight_decay=0.1, decoupled=decoupled)
-    steps = [settings, replace(settings, gradient=draw(), step=4)]
+    return state, [settings, replace(settings, gradient=draw(), step=4)]
+
+
+def _agrees(variant: Arithmetic, decoupled: bool, beta1: float) -> bool:
+    state, steps = _sample(decoupled, beta1)
     want = AdamState(*(t.clone() for t in state.tensors()))
     replay_torch(want, steps)
     replay_cpu(state, steps, variant)
     return all(map(torch.equal, state.tensors(), want.tensors()))
+
+
+@functools.cache
+def repeats(kernel: str, took: str, dtype: torch.dtype) -> bool:
+    """Return whether a kernel of torch, on parts of a parameter, gives the bits that kernel `took` gives on the whole."""
+    for decoupled in (True, False):
+        (whole, steps), (parted, _) = (_sample(decoupled, 0.9, LANES * 64) for _ in range(2))
+        whole, parted = (AdamState(*(each.to(dtype) for each in state.tensors())) for state in (whole, parted))
+        steps = [replace(step, gradient=step.gradient.to(dtype), kernel=took) for step in steps]  # type: ignore[union-attr]
+        replay_kernel(whole, steps)
+        for part in (slice(1001), slice(1001, None)):
+            own = [replace(step, gradient=step.gradient[part], kernel=kernel) for step in steps]  # type: ignore[index]
+            replay_kernel(AdamState(*(each[part] for each in parted.tensors())), own)
+        if not all(map(torch.equal, whole.tensors(), parted.tensors())):
+            return False
+    return True
+
+
+def replay_kernel(state: AdamState, steps: Sequence[AdamStep]) -> None:
+    """Repeat steps in place by the kernel of torch that took them, on its device, whatever the dtype.
+
+    Vector and scalar code may round differently. Kernels leave to scalar code what is too little for a vector at the end
+    of a parameter. So parts are filled up, and only parameters that fill vectors may be repeated.
+    """
+    numel = state.param.numel()
+    if steps[0].kernel.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError("These steps were taken on a GPU; repeat them where there is one.")
+    device, form = steps[0].kernel.split()
+    param, exp_avg, exp_avg_sq, *top = (_filled(tensor).to(device) for tensor in state.tensors())
+    for step in steps:
+        assert isinstance(step.gradient, Tensor)
+        count = torch.tensor(float(step.step - 1), device=device if form == "fused" else "cpu")
+        adam(
+            *([param], [_filled(step.gradient).to(device)], [exp_avg], [exp_avg_sq], top, [count]),
+            foreach=form == "foreach",
+            fused=form == "fused",
+            amsgrad=bool(top),
+            beta1=step.beta1,
+            beta2=step.beta2,
+            lr=step.lr,
+            weight_decay=step.weight_decay,
+            eps=step.eps,
+            maximize=step.maximize,
+            decoupled_weight_decay=step.decoupled,
+        )
+    for tensor, found in zip(state.tensors(), (param, exp_avg, exp_avg_sq, *top), strict=True):
+        tensor.view(-1).copy_(found[:numel])
+
+
+LANES = 64
+"""Elements that fill the vectors of any kernel."""
+
+
+def _filled(tensor: Tensor) -> Tensor:
+    return torch.nn.functional.pad(tensor.detach().reshape(-1), (0, -tensor.numel() % LANES))
 
 
 def replay_cpu(state: AdamState, steps: Sequence[AdamStep], how: Arithmetic, threads: int = 1) -> None:

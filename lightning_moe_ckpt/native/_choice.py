@@ -98,13 +98,16 @@ def replay_adam(state: AdamState, steps: Sequence[AdamStep], *, threads: int | N
 
     Args:
         state: parameter and moments.
-        steps: steps in the optimizer's order.
+        steps: steps in the optimizer's order; all by compiled code, or all by one kernel of torch.
         threads: CPU threads; torch's number by default.
 
     Raises:
         ValueError: a tensor of the state is not float32, not contiguous, or of another shape or device; a gradient does
             not fit the parameter. Nothing was changed then.
     """
+    if steps[0].kernel:
+        _adam.replay_kernel(state, steps)
+        return
     _adam.check_replay_arguments(state, steps)
     arithmetic = _adam.torch_arithmetic() if state.param.device.type == "cpu" else None
     library = cuda_for("replay", state.param.device) if state.param.is_cuda else None

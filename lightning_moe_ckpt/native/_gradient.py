@@ -33,7 +33,7 @@ ABS_MASK = 0x7FFFFFFF
 INF_BITS = 0x7F800000
 HALF_NAN = 0x7E00
 HALF_MAX = 65504.0
-_WORD_NBYTES, _KEPT_NBYTES = 4, 6
+_WORD_NBYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,7 +170,7 @@ def empty_quantized(gradient: Tensor) -> QuantizedGradient:
 
 
 def empty_part(numel: int, device: torch.device, how: GradientCompression) -> SparsePart:
-    capacity, tiles = capacity_of(numel, how), -(-numel // TILE_NUMEL)
+    capacity, tiles = capacity_of(numel, how), _num_tiles(numel)
     return SparsePart(
         torch.empty(capacity, dtype=torch.float16, device=device),
         torch.empty(capacity, dtype=torch.int32, device=device),
@@ -198,52 +198,82 @@ def decompress_gradient(compressed: CompressedGradient) -> Tensor:
     return torch.cat(parts).view(compressed.shape)
 
 
-# -- in the bytes of a record, which are as many at every step
+# -- in the bytes of a record
 
 
-def packed_nbytes(numel: int, how: GradientCompression | None = None) -> int:
-    """Return the bytes of a packed gradient: a word and INT8, or a word, indices and values up to the capacity."""
-    how = how or GradientCompression()
-    return _WORD_NBYTES + (numel if numel < max(how.small_numel, 1) else _KEPT_NBYTES * capacity_of(numel, how))
+def packed_nbytes(numel: int) -> int:
+    """Return the most bytes of a packed gradient: a word and INT8, or a word, counts by tile, and a full sparse part."""
+    how = GradientCompression()
+    sparse = 2 * _num_tiles(numel) + 4 * capacity_of(numel, how)
+    return _WORD_NBYTES + (numel if numel < max(how.small_numel, 1) else sparse)
 
 
 def pack_gradient(compressed: CompressedGradient) -> Tensor:
-    """Return a compressed gradient of one part as uint8 `[packed_nbytes]`, on its device; unused room is zero.
+    """Return a compressed gradient of one part as uint8, at most `packed_nbytes` of them, on its device.
 
-    The word is the scale in float32 or, in a sparse gradient, the number of kept elements in int32. Then come int8
-    values, or all indices in int32 and all values in float16.
+    The word is the scale in float32 or, in a sparse gradient, the complement of the number of kept elements in int32.
+    Then come int8 values, or in int16 each tile's number of elements and each element's place in its tile, and all
+    values in float16. A gradient of zeros is only the word. On a device, which would have to be waited for, unused room
+    stays, and is zero.
     """
     if isinstance(compressed, QuantizedGradient):
-        return torch.cat([compressed.scale.view(torch.uint8), compressed.values.view(torch.uint8)])
+        word, values = compressed.scale.view(torch.uint8), compressed.values.view(torch.uint8)
+        return word if not word.is_cuda and compressed.scale == 0 else torch.cat([word, values])
     (part,) = compressed.parts
-    kept = part.tiles[-1:]
-    used = torch.arange(part.values.numel(), device=kept.device) < kept
-    columns = [kept, torch.where(used, part.indices, 0), torch.where(used, part.values, 0)]
+    kept, places, values = part.tiles[-1:], part.indices % TILE_NUMEL, part.values
+    if kept.is_cuda:
+        used = torch.arange(values.numel(), device=kept.device) < kept
+        places, values = torch.where(used, places, 0), torch.where(used, values, 0)
+    elif not int(kept):
+        return (~kept).view(torch.uint8)
+    else:
+        places, values = places[: int(kept)], values[: int(kept)]
+    columns = [~kept, part.tiles.diff().short(), places.short(), values]
     return torch.cat([column.view(torch.uint8) for column in columns])
 
 
 def unpack_gradient(packed_U8: Tensor, numel: int) -> CompressedGradient:
-    """Return the argument of `pack_gradient`, flat and without a copy.
+    """Return the argument of `pack_gradient`, flat.
 
     Raises:
         ValueError: the bytes are no packed gradient of so many elements.
     """
-    word, rest, shape = packed_U8[:_WORD_NBYTES], packed_U8[_WORD_NBYTES:], torch.Size([numel])
-    if len(packed_U8) != packed_nbytes(numel):
-        raise ValueError(f"{len(packed_U8)} bytes are no compressed gradient of {numel} elements.")
-    if len(rest) == numel:
+    how, shape = GradientCompression(), torch.Size([numel])
+    word, rest = packed_U8[:_WORD_NBYTES], packed_U8[_WORD_NBYTES:]
+    if numel < max(how.small_numel, 1):
+        _expect(len(rest) in (0, numel), len(packed_U8), numel)
+        values = rest if len(rest) else torch.zeros(numel, dtype=torch.uint8)
         unknown = torch.zeros(1, dtype=torch.int64)
-        return QuantizedGradient(rest.view(torch.int8), word.view(torch.float32), unknown, shape)
-    capacity, kept = len(rest) // _KEPT_NBYTES, int(word.view(torch.int32))
-    indices, values = rest[: 4 * capacity].view(torch.int32), rest[4 * capacity :].view(torch.float16)
-    used = indices[: max(kept, 0)]
-    bounds = [-1, *used[:1].tolist(), *used[-1:].tolist(), numel]
-    if not 0 <= kept <= capacity or bounds != sorted(bounds) or bool((used.diff() <= 0).any()):
-        raise ValueError(f"A compressed gradient of {numel} elements keeps {kept}, not all of them its own.")
-    borders = torch.arange(-(-numel // TILE_NUMEL) + 1, dtype=torch.int32) * TILE_NUMEL
-    tiles = torch.searchsorted(used, borders, out_int32=True)
-    part = SparsePart(values, indices, tiles, torch.tensor([kept, 0]), numel)
+        return QuantizedGradient(values.view(torch.int8), word.view(torch.float32), unknown, shape)
+    kept, tiles = int(word.view(torch.int32)), _num_tiles(numel)
+    if kept >= 0:  # of an earlier build: places of the whole part, and room for as many elements as could be kept
+        capacity = capacity_of(numel, how)
+        _expect(len(rest) == 6 * capacity and kept <= capacity, len(packed_U8), numel)
+        used, values = rest[: 4 * kept].view(torch.int32), rest[4 * capacity :].view(torch.float16)
+    else:
+        kept = ~kept
+        rest = rest if len(rest) or kept else torch.zeros(2 * tiles, dtype=torch.uint8)
+        room = (len(rest) - 2 * tiles) // 4
+        _expect(kept <= room and len(rest) == 2 * tiles + 4 * room, len(packed_U8), numel)
+        counts, places = rest[: 2 * tiles].view(torch.int16), rest[2 * tiles : 2 * (tiles + kept)].view(torch.int16)
+        _expect(bool((counts >= 0).all()) and int(counts.sum()) == kept, len(packed_U8), numel)
+        first = torch.arange(tiles, dtype=torch.int32) * TILE_NUMEL
+        used = places + first.repeat_interleave(counts.int())
+        values = rest[2 * (tiles + room) :].view(torch.float16)
+    bounds = [0, *used[:1].tolist(), *used[-1:].tolist(), numel - 1]
+    _expect(bounds == sorted(bounds) and bool((used.diff() > 0).all()), len(packed_U8), numel)
+    borders = torch.arange(tiles + 1, dtype=torch.int32) * TILE_NUMEL
+    part = SparsePart(values, used, torch.searchsorted(used, borders, out_int32=True), torch.tensor([kept, 0]), numel)
     return SparseGradient((part,), shape)
+
+
+def _expect(holds: bool, nbytes: int, numel: int) -> None:
+    if not holds:
+        raise ValueError(f"{nbytes} bytes are no compressed gradient of {numel} elements.")
+
+
+def _num_tiles(numel: int) -> int:
+    return -(-numel // TILE_NUMEL)
 
 
 class QuantizeJob(c.Structure):

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -312,7 +313,9 @@ def _fold_part(
             steps.append(
                 settings.step(unpack_gradient(found, live[PARAM].numel()) if gradient == packed else found, number)
             )
+    state = AdamState(live[PARAM], *(live[key] for key in _MOMENTS if key in live))
+    for _, alike in groupby(steps, attrgetter("kernel")):
+        replay_adam(state, list(alike))
     if steps:
-        replay_adam(AdamState(live[PARAM], *(live[key] for key in _MOMENTS if key in live)), steps)
         count += len(steps)
         live[PRESENT].fill_(1)

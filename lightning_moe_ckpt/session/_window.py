@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -276,7 +276,8 @@ class Chain:
             return outcome
         if self._chains.mode == "compressed":
             with self._stalls.measure_both("compression"):
-                self.recorder.compress(window.layout.steps[0])
+                (layout,) = window.layout.steps
+                window.layout = replace(window.layout, steps=[self.recorder.compress(layout)])
         return {**outcome, "consumed": self.recorder.settings()}
 
     def take_whole(self, window: Window, layout: WindowLayout) -> None:

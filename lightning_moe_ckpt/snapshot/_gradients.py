@@ -31,6 +31,7 @@ from typing_extensions import override
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt
 from lightning_moe_ckpt.native import (
+    LANES,
     MAX_PART_NUMEL,
     Copy,
     CopyEngine,
@@ -38,9 +39,11 @@ from lightning_moe_ckpt.native import (
     compress_gradients,
     decompress_gradient,
     pack_gradient,
+    repeats,
 )
 from lightning_moe_ckpt.operators import StateSchema, memory_of, whole_of, with_memory
 from lightning_moe_ckpt.snapshot._filling import versions
+from lightning_moe_ckpt.snapshot._lay_out import packed_layout
 from lightning_moe_ckpt.snapshot._layout import StateView, StepLayout
 from lightning_moe_ckpt.snapshot._shards import PACKED
 from lightning_moe_ckpt.snapshot._watched import DataAccess, digested
@@ -65,6 +68,9 @@ def _unchanged(consumed: Collection[_Consumed]) -> bool:
 
 class _StepRecorder:
     """Follow the steps of one optimizer on some parameters. Used by the training thread."""
+
+    _repeats_kernels = False
+    """Whether steps are repeated by the kernel of torch that takes them, where it rounds otherwise than the plain form."""
 
     def __init__(self, view: StateView, fqns: Iterable[str]) -> None:
         self._view = view
@@ -109,14 +115,17 @@ class _StepRecorder:
         if self._num_steps > 1:  # to one boundary: not taken, so their memory is let go
             self._consumed = {}
             return
-        settings: dict[int, StepSettings] = {}
+        if bool(getattr(optimizer, "found_inf", None) or False):  # loss scaling tells a fused kernel to change nothing
+            return
+        settings: dict[tuple[int, str], StepSettings] = {}
         for fqn, param in self._params.items():
             group = self._view.schema.adam_group(param)
             if param.grad is None or group is None:
                 continue
-            if id(group) not in settings:
-                settings[id(group)] = _settings(optimizer, group)
-            self._consumed[fqn] = _Consumed(param.grad, versions([param.grad])[0], settings[id(group)])
+            key = id(group), kernel_of(group, param) if self._repeats_kernels else ""
+            if key not in settings:
+                settings[key] = _settings(optimizer, group, key[1])
+            self._consumed[fqn] = _Consumed(param.grad, versions([param.grad])[0], settings[key])
 
     def _now(self) -> list[int]:
         return versions(self._watched)
@@ -134,6 +143,7 @@ class DifferentialRecorder(_StepRecorder):
     def __init__(self, view: StateView, *, error_feedback: bool = False, digests: bool = False) -> None:
         self._accesses = DataAccess(whole_of(view.params[fqn]) for fqn in view.repeatable)
         self._compares_bytes = digests
+        self._repeats_kernels = view.difference_dtype is torch.float32
         super().__init__(view, view.repeatable)
         self._feeds_back = error_feedback
         self._left_out: dict[str, Tensor] = {}
@@ -147,7 +157,7 @@ class DifferentialRecorder(_StepRecorder):
         consumed = found or {}
         self._view.consumed.clear()
         for fqn, each in consumed.items():
-            if each.gradient.layout is torch.strided and each.gradient.dtype is torch.float32:
+            if each.gradient.layout is torch.strided and each.gradient.dtype is self._params[fqn].dtype:
                 self._view.consumed[fqn] = memory_of(each.gradient.detach()).contiguous()
         self._taken = list(consumed.values())
         self._steps = {fqn: each.settings for fqn, each in consumed.items()}
@@ -157,10 +167,14 @@ class DifferentialRecorder(_StepRecorder):
         """Note that the boundary is taken whole: the remainders of compression are void."""
         self._left_out.clear()
 
-    def compress(self, layout: StepLayout) -> None:
+    def compress(self, layout: StepLayout) -> StepLayout:
         """Replace the newest step's gradients by compressed ones, for the shards that this rank writes.
 
         Source: TierCheck (2026), Sec. 3.2. Without error feedback, as there, a gradient's remainder is lost.
+
+        Returns:
+            The layout with the bytes of these gradients in the place of the most; `layout` itself on a device, which
+            would have to be waited for.
         """
         gradients = self._view.consumed
         own = [
@@ -177,18 +191,25 @@ class DifferentialRecorder(_StepRecorder):
         compressed = compress_gradients(flat)
         gradients.clear()
         packed: dict[str, list[Tensor]] = {}
+        sizes: dict[str, int] = {}
         for shard, each, found in zip(own, flat, compressed, strict=True):
             packed.setdefault(shard.slice.fqn, []).append(pack_gradient(found))
+            sizes[shard.prefix] = len(packed[shard.slice.fqn][-1])
             if self._feeds_back:
                 self._left_out[shard.prefix] = each - decompress_gradient(found).view(-1)
         gradients.update({fqn: torch.cat(each) for fqn, each in packed.items()})
+        return layout if any(each.is_cuda for each in flat) else packed_layout(layout, sizes)
 
     def settings(self) -> dict[str, Any]:
         """Return the newest step's settings for its boundary's journal, to be read by `step_settings`."""
         known = Counter(self._steps.get(fqn) for fqn in self._params)
         numbered = {each: index for index, (each, _) in enumerate(known.most_common())}
         others = {fqn: index for fqn in self._params if (index := numbered[self._steps.get(fqn)])}
-        return {"settings": [None if each is None else asdict(each) for each in numbered], "others": others}
+        given = [
+            None if each is None else {key: value for key, value in asdict(each).items() if value != ""}
+            for each in numbered
+        ]
+        return {"settings": given, "others": others}
 
     def sealed(self) -> bool:
         """Return whether the state is still as the step left it; call when the boundary is sealed."""
@@ -334,8 +355,8 @@ def step_settings(journal: Mapping[str, Any], fqn: str) -> StepSettings | None:
 def repeatable(view: StateView, *, exact: bool) -> tuple[frozenset[str], dict[str, str]]:
     """Return the parameters whose steps can be repeated from gradients, and the reasons against all others, by name.
 
-    To the last bit (`exact`): parameters of torch's own Adam and AdamW on the CPU, in their plain form, in float32.
-    Except for rounding: parameters of any Adam in float32.
+    To the last bit (`exact`): parameters of torch's own Adam and AdamW, in float32 or bfloat16, whose kernel passes a
+    probe. Except for rounding: parameters of any Adam in float32.
     """
     whys = {fqn: _why_not_repeatable(view, fqn, exact=exact) for fqn in view.params}
     return frozenset(fqn for fqn, why in whys.items() if not why), {fqn: why for fqn, why in whys.items() if why}
@@ -347,21 +368,45 @@ def _why_not_repeatable(view: StateView, fqn: str, *, exact: bool) -> str:
     if group is None:
         return f"the optimizer is {type(optimizer).__name__}" if view.schema.entries(param) else NOT_TRAINED
     narrow = f"they are {str(param.dtype).removeprefix('torch.')}, and not float32"
+    kernel, is_wide = kernel_of(group, param), param.dtype is torch.float32
     reasons = {
         f"{type(optimizer).__name__} may round otherwise than torch's Adam and AdamW": type(optimizer)
         not in (Adam, AdamW),
-        narrow: param.dtype is not torch.float32,
-        f"steps on {param.device.type} round otherwise": param.device.type != "cpu",
-        "fused=True and foreach=True round otherwise than the plain form": bool(group["fused"] or group["foreach"]),
-        "a learning rate that is a tensor rounds otherwise": any(
+        narrow: not (is_wide or param.dtype is torch.bfloat16),
+        "a learning rate that is a tensor, `capturable` and `differentiable` round otherwise": any(
             isinstance(value, Tensor) for value in (group["lr"], *group["betas"])
+        )
+        or any(group[name] for name in ("capturable", "differentiable")),
+        "Adam's weight decay rounds bfloat16 by the place in memory": not (
+            is_wide or group["fused"] or _is_decoupled(optimizer, group)
         ),
+        f"`{kernel}` rounds the last elements of shards otherwise, and what {LANES} does not divide": kernel != ""
+        and (fqn in view.boxes or param.numel() % LANES != 0),
     }
     if not exact and param.numel() > MAX_PART_NUMEL:
         return f"they have more than {MAX_PART_NUMEL} elements"
     if not exact:
         return "" if view.keeps_gradient(fqn) else narrow
-    return next((why for why, holds in reasons.items() if holds), "")
+    if why := next((why for why, holds in reasons.items() if holds), ""):
+        return why
+    took, repeat = (kernel, kernel) if kernel else ("cpu foreach", "cpu plain")
+    alike = not (kernel or group["foreach"]) or repeats(repeat, took, param.dtype)
+    return "" if alike else f"the kernel of their steps (`{took}`) is not repeated by this build of torch"
+
+
+def kernel_of(group: Mapping[str, Any], param: Tensor) -> str:
+    """Return the kernel of torch that has to repeat steps of a parameter, see `AdamStep`; empty for compiled code."""
+    foreach = group["foreach"]
+    if foreach is None and not group["fused"]:
+        foreach = param.is_cuda  # as torch chooses
+    form = "fused" if group["fused"] else "foreach" if foreach else "plain"
+    plain = param.device.type == "cpu" and param.dtype is torch.float32 and form != "fused"
+    return "" if plain else f"{param.device.type} {form}"
+
+
+def _is_decoupled(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+    # Since torch 2.7 AdamW is a kind of Adam with this entry; before, only its class says it.
+    return bool(group.get("decoupled_weight_decay", isinstance(optimizer, AdamW)))
 
 
 def log_whole(whole: Mapping[str, str], number: int) -> None:
@@ -390,13 +435,12 @@ def why_no_deltas(view: StateView, *, every_n_steps: int, exact: bool) -> str | 
     if not kept:
         return f"{type(schema.optimizer).__name__} is not Adam or AdamW, or nothing is trained in float32"
     groups = [group for fqn in kept if (group := schema.adam_group(view.params[fqn])) is not None]
-    on_cpu = all(view.params[fqn].device.type == "cpu" for fqn in kept)
-    if exact and any(group["fused"] or (group["foreach"] and on_cpu) for group in groups):
-        return "an optimizer with fused=True or foreach=True rounds otherwise than its plain form, which is repeated"
+    if exact and any(group["fused"] for group in groups):
+        return "an optimizer with fused=True rounds otherwise than its plain form, which is repeated"
     return None
 
 
-def _settings(optimizer: Optimizer, group: Mapping[str, Any]) -> StepSettings:
+def _settings(optimizer: Optimizer, group: Mapping[str, Any], kernel: str) -> StepSettings:
     beta1, beta2 = group["betas"]
     return StepSettings(
         lr=float(group["lr"]),
@@ -404,9 +448,9 @@ def _settings(optimizer: Optimizer, group: Mapping[str, Any]) -> StepSettings:
         beta2=float(beta2),
         eps=float(group["eps"]),
         weight_decay=float(group["weight_decay"]),
-        # Since torch 2.7 AdamW is a kind of Adam with this entry; before, only its class says it.
-        decoupled=bool(group.get("decoupled_weight_decay", isinstance(optimizer, AdamW))),
+        decoupled=_is_decoupled(optimizer, group),
         maximize=bool(group["maximize"]),
+        kernel=kernel,
     )
 
 

@@ -36,7 +36,7 @@ from lightning_moe_ckpt.policies import (
     expert_names,
     writers_of,
 )
-from lightning_moe_ckpt.snapshot._layout import FileLayout, OperatorSlice, StateView, StepLayout, WindowLayout
+from lightning_moe_ckpt.snapshot._layout import JOURNAL, FileLayout, OperatorSlice, StateView, StepLayout, WindowLayout
 from lightning_moe_ckpt.snapshot._plan_record import PlanRecord
 from lightning_moe_ckpt.snapshot._shards import numel_of
 from lightning_moe_ckpt.storage import MAX_HEADER_NBYTES
@@ -74,6 +74,12 @@ def lay_out(record: PlanRecord, view: StateView, groups: ParallelGroups, journal
         record=record,
         steps=[_step(shards(step, view, groups), view, groups, journal_nbytes) for step in record.plan.steps],
     )
+
+
+def packed_layout(layout: StepLayout, packed: Mapping[str, int]) -> StepLayout:
+    """Return the layout of a difference whose compressed gradients have so many bytes, by shard."""
+    file = layout.durable
+    return StepLayout(FileLayout(file.shards, file.view, file.groups, file.segment.span(JOURNAL).nbytes, packed=packed))
 
 
 def dense_layout(view: StateView, groups: ParallelGroups, journal_nbytes: int) -> WindowLayout:

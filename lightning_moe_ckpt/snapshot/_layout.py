@@ -37,7 +37,7 @@ from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import Audience, Shard, all_names
 from lightning_moe_ckpt.snapshot._averages import Averages
 from lightning_moe_ckpt.snapshot._plan_record import PlanRecord
-from lightning_moe_ckpt.snapshot._shards import PACKED, Field, FieldForm, ShardTable, numel_of
+from lightning_moe_ckpt.snapshot._shards import PACKED, Field, FieldForm, ShardTable, numel_of, sized
 from lightning_moe_ckpt.storage import KindColumns, NameColumns, SegmentLayout, SpelledRows, TensorKind, dtype_code
 from lightning_moe_ckpt.tiers import Mirroring, aligned_gradient, gradient_nbytes
 
@@ -215,7 +215,8 @@ class StateView:
         averages: list[FieldForm] = [(key, average.dtype, None) for key, average in self.averages.of(fqn).items()]
         if kind is RecordKind.DELTA and fqn in self.repeatable:
             packed = self.difference_dtype is torch.uint8
-            return [(PACKED, torch.uint8, ()) if packed else (GRADIENT, self.difference_dtype, None), *averages]
+            narrowest = min(self.difference_dtype, param.dtype, key=lambda dtype: dtype.itemsize)
+            return [(PACKED, torch.uint8, ()) if packed else (GRADIENT, narrowest, None), *averages]
         state: list[FieldForm] = [
             (entry.key, entry.dtype, None if entry.per_element else entry.shape)
             for entry in self.schema.entries(param)
@@ -223,12 +224,11 @@ class StateView:
         ]
         return [(PRESENT, torch.uint8, ()), (PARAM, param.dtype, None), *state, *averages]
 
-    def table(self, shards: Iterable[Shard]) -> ShardTable:
-        """Return the shards' tensors as a table."""
+    def table(self, shards: Iterable[Shard], packed: Mapping[str, int] | None = None) -> ShardTable:
+        """Return the shards' tensors as a table; `packed` has the bytes of compressed gradients by shard, if known."""
         forms, alike = cache(self.forms), not self.schema.keeps_whole
-        return ShardTable(
-            [(shard, forms(shard.slice.fqn, shard.kind, alike or not shard.slice.start)) for shard in shards]
-        )
+        found = [(shard, forms(shard.slice.fqn, shard.kind, alike or not shard.slice.start)) for shard in shards]
+        return ShardTable(found if packed is None else sized(found, packed))
 
     def is_state(self, key: str) -> bool:
         """Return whether a field is optimizer state, perhaps missing yet."""
@@ -292,6 +292,7 @@ class FileLayout:
         journal_nbytes: capacity of the journal record; `None` for a file without buffers and journal.
         audience: the file's audience.
         start: first byte of the file in its step's memory.
+        packed: bytes of compressed gradients by shard; room for the most where they are not known.
     """
 
     def __init__(
@@ -303,8 +304,10 @@ class FileLayout:
         *,
         audience: Audience = "durable",
         start: int = 0,
+        packed: Mapping[str, int] | None = None,
     ) -> None:
         self.view, self.groups, self.audience, self.start = view, groups, audience, start
+        self._packed = packed
         self.shards = {region: list(shards[region]) for region in sorted(shards, key=lambda each: (-len(each), each))}
         self._written: dict[tuple[Region, int], ShardTable] = {}
         own = [self.written(region, groups.rank) for region in self.shards]
@@ -360,7 +363,7 @@ class FileLayout:
         found = self._written.get((region, writer))
         if found is None:
             shards = [shard for shard in self.shards[region] if shard.writer == writer]
-            found = self._written[region, writer] = self.view.table(shards)
+            found = self._written[region, writer] = self.view.table(shards, self._packed)
         return found
 
     def records(self, has_state: Mapping[str, bool]) -> SpelledRows:

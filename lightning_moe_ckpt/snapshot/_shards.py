@@ -22,7 +22,7 @@ from lightning_moe_ckpt.policies import Shard, box_text
 from lightning_moe_ckpt.storage import KindColumns, NameColumns
 
 PACKED = "packed"
-"""Key of a compressed gradient: `packed_nbytes` bytes per shard."""
+"""Key of a compressed gradient: at most `packed_nbytes` bytes per shard."""
 
 
 FieldForm = tuple[str, torch.dtype, tuple[int, ...] | None]
@@ -33,7 +33,17 @@ FieldForm = tuple[str, torch.dtype, tuple[int, ...] | None]
 def numel_of(form: FieldForm, numel: int) -> int:
     """Return the elements of a shard's tensor; the shard has `numel` elements."""
     key, _, shape = form
-    return packed_nbytes(numel) if key == PACKED else numel if shape is None else math.prod(shape)
+    return packed_nbytes(numel) if key == PACKED and not shape else numel if shape is None else math.prod(shape)
+
+
+def sized(
+    shards: list[tuple[Shard, list[FieldForm]]], packed: Mapping[str, int]
+) -> list[tuple[Shard, list[FieldForm]]]:
+    """Return shards whose compressed gradients have these bytes, by shard; a shard without any has room for one."""
+    return [
+        (shard, [(PACKED, torch.uint8, (packed.get(shard.prefix, 1),)), *forms[1:]] if forms[0][0] == PACKED else forms)
+        for shard, forms in shards
+    ]
 
 
 class Field(NamedTuple):

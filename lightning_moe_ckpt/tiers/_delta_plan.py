@@ -58,6 +58,8 @@ class StepSettings:
     weight_decay: float
     decoupled: bool
     maximize: bool
+    kernel: str = ""
+    """Kernel that repeats the step, see `AdamStep`."""
 
     def step(self, gradient: Tensor | CompressedGradient, number: int) -> AdamStep:
         """Return the arguments of step `number` with `gradient`."""

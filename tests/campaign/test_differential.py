@@ -41,7 +41,10 @@ MORE_ROWS: dict[str, Setup] = {
     "stacked": replace(PLAIN, model="stacked", optimizer="adam"),
     "sgd": replace(PLAIN, optimizer="sgd"),
     "fused": replace(PLAIN, optimizer="adamw_fused", clip=None),
+    "fused, overflows": replace(PLAIN, optimizer="adamw_fused", clip=None, precision="16-mixed", overflow_steps=(3, 6)),
     "foreach": replace(PLAIN, optimizer="adamw_foreach"),
+    "bf16": replace(PLAIN, precision="bf16-true"),
+    "bf16, fused": replace(PLAIN, precision="bf16-true", optimizer="adamw_fused", clip=None),
     "averaged": replace(PLAIN, averaged="ema"),
     "batch_norm": replace(PLAIN, model="batch_norm", options=(("never_routed", True),)),
     "ranks": replace(PLAIN, world_size=3),
@@ -188,6 +191,22 @@ def newest_on_others(step: int) -> int:
     """The newest boundary that other nodes have whole when step `step` + 1 begins."""
     base = (step - 2) // 6 * 6 + 1
     return step - 1 if step - base >= BASE_STEPS - 1 else base - 1
+
+
+SHARED = replace(NODES, model="lists", options=(), expert_parallel=1)
+"""All ranks hold the same state, of which each writes a third."""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("step", [6, 10, 14])
+def test_what_data_parallel_ranks_share_is_where_it_was_too(campaigns: Campaigns, folder: Path, step: int) -> None:
+    """Rank 1 dies with its memory: what it wrote of shared state is in memory elsewhere, without `replicas=`."""
+    nodes, newest = Nodes(folder, (0, 1, 2), dies=1), newest_on_others(step)
+    kill = Kill(phase="forward", step=step, rank=1)
+    fit = partial(train_until_links_are_copied, SHARED, nodes, step, newest)
+    _, last = campaigns.check(SHARED, kill, may_complain=True, fit=fit)
+    assert begun_at(last) == newest
+    assert "from storage" not in last.log()
 
 
 @pytest.mark.parametrize("step", [10, *(pytest.param(n, marks=pytest.mark.soak) for n in range(2, 15) if n != 10)])
