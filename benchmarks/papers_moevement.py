@@ -51,10 +51,10 @@ MOEVEMENTS = [
             at_least("experts that are rarely saved cost a point or more", "largest loss, rarely saved", 1.0),
             no_more("partial checkpoints cost less than these", "largest loss, partial", "largest loss, rarely saved"),
         ],
-        shown=("largest loss, sparse", "largest loss, MoC (TriviaQA)", "least loss, MoC (NaturalQuestions)", "largest loss, rounding", "largest loss, partial",
+        shown=("largest loss, sparse", "largest loss, MoC (TriviaQA)", "least loss, MoC (NaturalQuestions)", "largest change, rounding", "largest loss, partial",
                "largest loss, rarely saved"),
         note="tasks of a byte model of 240 steps: which byte comes next, anywhere, inside words, first of a line, in punctuation. `rounding` is a fault-free "
-        "run whose first weights are off by a rounding: smaller losses say nothing. `rarely saved` saves each expert twice in the run; the paper's MoC loses more.",
+        "run whose first weights are off by a rounding: smaller differences say nothing. `rarely saved` saves each expert twice in the run; the paper's MoC loses more.",
     ),
     Figure(
         key="moevement-table7", source=f"{MOEVEMENT}, Table 7", takes_seconds=5,

@@ -181,9 +181,9 @@ def tasks_after_faults(way: Way) -> Rows:
     found = _judged(way)
     rows = {f"{task}, {name}": value for name, run in found.items() for task, value in run.tasks.items()}
     clean = found["fault-free"].tasks
-    for name, run in found.items():
-        if name != "fault-free":
-            rows[f"largest loss, {name}"] = max(clean[task] - run.tasks[task] for task in clean)
+    for name in ("sparse", "partial", "rarely saved"):
+        rows[f"largest loss, {name}"] = max(clean[task] - found[name].tasks[task] for task in clean)
+    rows["largest change, rounding"] = max(abs(clean[task] - found["rounding"].tasks[task]) for task in clean)
     return rows | {"same bits, sparse": float(bool(found["sparse"].identical))}
 
 
