@@ -48,7 +48,9 @@ _BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what other
             number("--stage-ms", 20, "A stage sleeps in one of the three passes over a micro-batch."),
             option("--stage-experts", "Experts of a layer of a stage; 0 for stages without.", "N", type=int, default=0),
             number("--pipeline-kills", 6, "Kills of every system."),
-            several("--pipeline-systems", ["torchrun", "computes_all", "in_place", "alone"], "What is compared"),
+            several(
+                "--pipeline-systems", ["torchrun", "computes_all", "in_place", "reordered", "alone"], "What is compared"
+            ),
             option("--pipeline-folder", "For checkpoints (default: the temporary directory).", "PATH", type=Path),
         ],
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -169,9 +170,13 @@ _JUDGED = {
 }
 
 
+_LOOK = 10
+"""Steps between two looks at the loss."""
+
+
 @cache
 def _judged(way: Way) -> dict[str, QualityRun]:
-    scale = Scale(steps=way.steps(240, 480), size=_SMALL, val_every=10)
+    scale = Scale(steps=way.steps(240, 480), size=_SMALL, val_every=_LOOK)
     found = _killed([*_JUDGED.values()], scale, way)
     return {name: found[case] for name, case in _JUDGED.items()}
 
@@ -181,9 +186,9 @@ def tasks_after_faults(way: Way) -> Rows:
     found = _judged(way)
     rows = {f"{task}, {name}": value for name, run in found.items() for task, value in run.tasks.items()}
     clean = found["fault-free"].tasks
-    for name, run in found.items():
-        if name != "fault-free":
-            rows[f"largest loss, {name}"] = max(clean[task] - run.tasks[task] for task in clean)
+    for name in ("sparse", "partial", "rarely saved"):
+        rows[f"largest loss, {name}"] = max(clean[task] - found[name].tasks[task] for task in clean)
+    rows["largest change, rounding"] = max(abs(clean[task] - found["rounding"].tasks[task]) for task in clean)
     return rows | {"same bits, sparse": float(bool(found["sparse"].identical))}
 
 
@@ -197,7 +202,9 @@ def loss_over_training(way: Way) -> Rows:
         rows[f"furthest above fault-free, {name}"] = 100 * max(bits / curve[step] - 1 for step, bits in run.curve)
         rows[f"at the end, {name}"] = 100 * (run.final / clean.final - 1)
         if run.resumed:
-            rows[f"right after a fault, {name}"] = 100 * max(bits / beside[step] - 1 for step, bits in run.resumed)
+            # Rare generations are resumed from where the fault-free run was not looked at: its value before is no lower.
+            before = {step: beside.get(step, curve.get(step - step % _LOOK, math.inf)) for step, _ in run.resumed}
+            rows[f"right after a fault, {name}"] = 100 * max(bits / before[step] - 1 for step, bits in run.resumed)
     return rows | {"margin": 100 * abs(found["rounding"].final / clean.final - 1)}
 
 
