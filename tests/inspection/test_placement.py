@@ -22,6 +22,10 @@ def test_json_has_probabilities_and_every_holder(capsys: pytest.CaptureFixture[s
     assert all(holder % 8 == owner % 8 for owner, holders in enumerate(document["holders"]) for holder in holders)
     assert (document["within_data_parallel"], document["leaves_rack"]) == (1, 1)
     assert (document["most_held"], document["least_held"]) == (1, 1)
+    one, two = document["copies"]
+    assert (one["replicas"], one["generations"], one["survival"]) == (1, 4, document["survival"])
+    assert (two["replicas"], two["generations"]) == (2, 6)
+    assert [round(each["probability"], 4) for each in two["survival"][:4]] == [1, 1, 0.9857, 0.9445]
 
 
 def test_table_tells_the_same(capsys: pytest.CaptureFixture[str]) -> None:

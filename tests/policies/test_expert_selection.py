@@ -18,6 +18,7 @@ from lightning_moe_ckpt.policies import (
     MEMORY,
     PEER,
     STORAGE,
+    Deltas,
     ExpertLayout,
     Experts,
     PartialPolicy,
@@ -422,8 +423,13 @@ def test_selective_follows_algorithm_1() -> None:
 
 def priced(tokens: Sequence[torch.Tensor], deltas: Deltas | None) -> tuple[float, float]:
     """Tokens at risk, and bytes to other nodes relative to states, with a policy that knows, or not, what a gradient costs."""
-    shapes, policy = [ExpertLayout(layer=f"moe{i}", rank_of=(0,) * 16, nbytes=1) for i in range(4)], SelectivePolicy(deltas=deltas)
-    accounting = TokenLedger.start([16] * 4, levels=[*LEVELS, PEER]).take(0, Selection.everything(shapes), [*LEVELS, PEER])
+    shapes, policy = (
+        [ExpertLayout(layer=f"moe{i}", rank_of=(0,) * 16, nbytes=1) for i in range(4)],
+        SelectivePolicy(deltas=deltas),
+    )
+    accounting = TokenLedger.start([16] * 4, levels=[*LEVELS, PEER]).take(
+        0, Selection.everything(shapes), [*LEVELS, PEER]
+    )
     risk, sent, whole, before = 0, 0.0, 0, set[int]()
     for step, tokens_E in enumerate(tokens, start=1):
         accounting = accounting.add(tokens_E)

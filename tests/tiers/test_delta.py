@@ -19,6 +19,7 @@ from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.tiers._delta_plan import index_of
 from lightning_moe_ckpt.tiers._peer_wire import compress, decompress
 
+from . import _steps
 from ._steps import OPTIMIZERS, Training, baseline, decode, feed
 
 SIZES = (130, 7, 1000)
@@ -112,6 +113,24 @@ def test_a_delta_is_a_small_part_of_the_segment(dtype: torch.dtype, part: float)
     many, _, large = encoded_step(training, ALL, ALL, ALL)
     delta_nbytes = many.payload_nbytes - few.payload_nbytes + len(many.recipe) - len(few.recipe)
     assert delta_nbytes <= part * (large.numel() - small.numel())
+
+
+@pytest.mark.parametrize("used", [0, 1, 4096, 40_000])
+def test_room_of_a_journal_that_is_zero_is_not_sent(used: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whole blocks of 4 KiB; the receiver's memory, which had other bytes, is zero there."""
+    monkeypatch.setattr(_steps, "JOURNAL_NBYTES", 40_000)
+    training = Training(sizes=SIZES)
+    training.take_step(ALL)
+    base = training.segment(ALL)
+    training.take_step(ALL)
+    segment = training.segment(ALL)
+    segment[-40_000:] = 0
+    segment[-40_000 : segment.numel() - 40_000 + used] = 7
+    encoded, whole = (
+        encode_delta(baseline(base), each, training.gradients()) for each in (segment, training.segment(ALL))
+    )
+    assert 0 <= (40_000 - used) - (whole.payload_nbytes - encoded.payload_nbytes) < 4096
+    assert torch.equal(decode(encoded, base, training.slot_nbytes(segment)), segment)
 
 
 def test_payload_is_views() -> None:
