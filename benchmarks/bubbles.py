@@ -41,7 +41,7 @@ from lightning_moe_ckpt.benchmarks._fits import (
 )
 from lightning_moe_ckpt.callbacks import DenseCheckpoint
 from lightning_moe_ckpt.errors import CheckpointError
-from lightning_moe_ckpt.native import _bubbles
+from lightning_moe_ckpt.native import measure_bandwidth
 from lightning_moe_ckpt.storage import wrapping_backends
 from lightning_moe_ckpt.strategy import MoEStrategy
 from lightning_moe_ckpt.testing._records import JsonLines, read_lines
@@ -190,7 +190,7 @@ class _Stage(nn.Module):
         x_BD = torch.tanh(layers(x_BD))
         if self._sleeps:
             time.sleep(0.01)
-            x_BD.register_hook(_sleep_twice)
+            x_BD.register_hook(_sleep_twice)  # type: ignore[no-untyped-call]
         return x_BD
 
 
@@ -252,7 +252,7 @@ class _Steps(Callback):
                 "verdict": figures.verdict,
                 "chunks": figures.chunks,
                 "bubbles": figures.seconds,
-                "copy": report.nbytes_captured / report.steps / _bubbles.measure_bandwidth(2**26),
+                "copy": report.nbytes_captured / report.steps / measure_bandwidth(2**26),
             }
         self._gate.open()
         JsonLines(self._folder / f"rank{trainer.global_rank}").write(found)
