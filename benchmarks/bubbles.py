@@ -190,6 +190,7 @@ class _Stage(nn.Module):
         x_BD = torch.tanh(layers(x_BD))
         if self._sleeps:
             time.sleep(0.01)
+        if self._sleeps and x_BD.requires_grad:
             x_BD.register_hook(_sleep_twice)  # type: ignore[no-untyped-call]
         return x_BD
 
