@@ -146,7 +146,7 @@ def _trained(setting: str, options: SimpleNamespace, *, checkpoints: bool) -> li
     }
     with bench_folders() as (folder, memory):
         command = [sys.executable, "-m", "lightning_moe_ckpt.cli", "run", "--nproc-per-node", str(SETTINGS[setting])]
-        command += ["--max-failures", "1"]
+        command += ["--max-failures", "1", "--hang-timeout", "3600"]
         ended = subprocess.run(  # noqa: S603  # our own command
             [*command, "-m", __name__, str(folder), str(memory), json.dumps(what)],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
