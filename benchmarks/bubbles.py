@@ -41,7 +41,7 @@ from lightning_moe_ckpt.benchmarks._fits import (
 )
 from lightning_moe_ckpt.callbacks import DenseCheckpoint
 from lightning_moe_ckpt.errors import CheckpointError
-from lightning_moe_ckpt.native import _bubbles
+from lightning_moe_ckpt.native import measure_bandwidth
 from lightning_moe_ckpt.storage import wrapping_backends
 from lightning_moe_ckpt.strategy import MoEStrategy
 from lightning_moe_ckpt.testing._records import JsonLines, read_lines
@@ -146,7 +146,7 @@ def _trained(setting: str, options: SimpleNamespace, *, checkpoints: bool) -> li
     }
     with bench_folders() as (folder, memory):
         command = [sys.executable, "-m", "lightning_moe_ckpt.cli", "run", "--nproc-per-node", str(SETTINGS[setting])]
-        command += ["--max-failures", "1"]
+        command += ["--max-failures", "1", "--hang-timeout", "3600"]
         ended = subprocess.run(  # noqa: S603  # our own command
             [*command, "-m", __name__, str(folder), str(memory), json.dumps(what)],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -190,7 +190,8 @@ class _Stage(nn.Module):
         x_BD = torch.tanh(layers(x_BD))
         if self._sleeps:
             time.sleep(0.01)
-            x_BD.register_hook(_sleep_twice)
+        if self._sleeps and x_BD.requires_grad:
+            x_BD.register_hook(_sleep_twice)  # type: ignore[no-untyped-call]
         return x_BD
 
 
@@ -252,7 +253,7 @@ class _Steps(Callback):
                 "verdict": figures.verdict,
                 "chunks": figures.chunks,
                 "bubbles": figures.seconds,
-                "copy": report.nbytes_captured / report.steps / _bubbles.measure_bandwidth(2**26),
+                "copy": report.nbytes_captured / report.steps / measure_bandwidth(2**26),
             }
         self._gate.open()
         JsonLines(self._folder / f"rank{trainer.global_rank}").write(found)
