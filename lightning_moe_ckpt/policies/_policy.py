@@ -145,6 +145,13 @@ class Policy(ABC):
         """Budgets that limit plans, by level."""
         return {}
 
+    @property
+    def bound(self) -> str:
+        """Argument by which the user bounds the steps between generations, such as `every_n_steps=1`; empty for a default, which
+        cost may stretch.
+        """
+        return ""
+
     @abstractmethod
     def config(self) -> dict[str, Any]:
         """Return what identifies the policy, as JSON values; a stored plan is adopted only under an equal policy."""
@@ -201,6 +208,13 @@ class PeriodicPolicy(Policy):
     """A generation of one boundary at multiples of `every_n_steps`, in every incarnation."""
 
     every_n_steps: int = 1
+    given: bool = False
+    """Whether the period is the user's."""
+
+    @property
+    @override
+    def bound(self) -> str:
+        return f"every_n_steps={self.every_n_steps}" if self.given else ""
 
     @override
     def least_steps(self, num_operators: int) -> int:
@@ -208,7 +222,8 @@ class PeriodicPolicy(Policy):
 
     @override
     def due(self, step: int, last: int | None, interval_steps: int) -> bool:
-        return step % self.every_n_steps == 0
+        overdue = self.given and last is not None and step - last >= self.every_n_steps  # memory had no room at its turn
+        return overdue or step % self.every_n_steps == 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -209,7 +209,7 @@ class CaptureSession:
         self, job: SessionJob, *, name: Callable[[int], GenerationId], tiers: Tiers, plans: Planner, rings: Rings
     ) -> None:
         self._name, self._exchange, self._tiers, self._stalls = name, job.exchange, tiers, job.stalls
-        self._plans, view, chains = plans, job.view, job.policy.chains
+        self._plans, view, chains, self._bound = plans, job.view, job.policy.chains, job.policy.bound
         self._chain = None if chains is None else Chain(chains, view, job.stalls, may_edit_steps=job.may_edit_steps)
         self._gradients = GradientRecorder(view, job.engine) if view.gradient_dtype is not None else None
         self.failures: list[str] = []
@@ -246,6 +246,9 @@ class CaptureSession:
         assert memory.layout is not None
         if self._name(step + len(memory.layout.steps) - 1) == self._given_up:
             return False
+        if self._bound:  # else the newest whole generation could be several windows old
+            with self._stalls.measure("flush"):
+                self._tiers.settle(FLUSH_TIMEOUT.total_seconds())
         # The plan stays in replay, so the next look at the order waits: it would overtake a plan made before.
         plans = self._plans if use is not None else None
         with self._stalls.measure("plan"):
@@ -491,9 +494,7 @@ class CaptureSession:
 
     def _make_room(self, *, link: bool) -> str | None:
         """Make room for a window; return the reason if some rank has none, else `None`. Collective."""
-        if self._has_room_now(link=link):
-            return None
-        if (self._chain is not None or not self.memory.is_short) and self._has_room_after_flush(link=link):
+        if self._has_room_now(link=link) or self._has_room_after_waits(link=link):
             return None
         if self._chain is None:  # with a newer generation, tiers let go of the one they hold
             self._tiers.make_room(self._complete)
@@ -507,19 +508,21 @@ class CaptureSession:
         """Return whether every rank's ring has room for a window, counting recyclable slots. Collective."""
         return self._exchange.all_agree(self.memory.has_room(link=link))
 
-    def _has_room_after_flush(self, *, link: bool) -> bool:
-        """Wait for transfers that hold slots, then return whether every rank's ring has room. Collective."""
-        seconds = FLUSH_TIMEOUT.total_seconds()
+    def _has_room_after_waits(self, *, link: bool) -> bool:
+        """Wait for transfers that hold slots, kind by kind, until every rank's ring has room; return whether it has. Collective."""
+        chained, tiers = self._chain is not None, self._tiers
+        waits = [tiers.settle] if chained else []  # a base on all ranks' memory makes all the room there is
+        waits += [tiers.flush] if chained or self._bound or not self.memory.is_short else []
+        # Once: where storage does not answer, windows are missed, and training does not wait for each of them.
+        waits += [tiers.drain] if self._bound and not self.missed_windows.in_a_row else []
         with self._stalls.measure("flush"):
-            if self._chain is not None:  # a base on all ranks' memory makes all the room there is
-                self._tiers.settle(seconds)
+            for wait in waits:
+                if chained or not self.memory.has_room():
+                    wait(FLUSH_TIMEOUT.total_seconds())
                 self.hear()
                 if self._has_room_now(link=link):
                     return True
-            if self._chain is not None or not self.memory.has_room():
-                self._tiers.flush(seconds)
-            self.hear()
-            return self._has_room_now(link=link)
+        return False
 
     def _spoil(self, reason: str, *, failed: bool = True) -> None:
         self.sealing.spoil(self.window, reason, failed=failed)

@@ -163,7 +163,7 @@ def _joined(
     )
     workers = [HostWorker(memory, markers), storage, *peers]
     paced = None if policy.chains else job.config  # differences are taken at every step
-    tiers = Tiers(workers, watcher=planner.tokens, config=paced, speaks=is_first)
+    tiers = Tiers(workers, watcher=planner.tokens, config=paced, bound=policy.bound, speaks=is_first)
     planner.joined(workers)
     return OpenRun(
         *(job, opener, found, planner, memory, storage, tiers),

@@ -16,6 +16,10 @@ Captures come first, since most restarts need the newest generation in memory: w
 target allows. The rest of the target is for tiers, which rest between generations accordingly, but never longer than a
 given time. A quarter of the target belongs to tiers whatever captures cost.
 
+Steps between windows that a user has given are a *bound*: windows are as close as that whatever they cost. Only tiers
+rest, and the number of steps that would meet the target is said. Where such windows leave no quiet steps, steps with
+captures alone take their place: the cost of tiers is measured against them, and of captures what is spent in hooks.
+
 The exchange that opens a window carries every rank's measurements, and the largest decides. So all ranks have windows
 at the same steps.
 
@@ -30,7 +34,7 @@ import time
 from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from enum import IntEnum
 from typing import Protocol
@@ -127,6 +131,8 @@ class Overhead:
     """Seconds in hooks from the start of the fit to the first batch."""
     end_seconds: float = 0.0
     """Seconds that the end of the fit waited until everything was durable."""
+    advice: str = ""
+    """Steps between windows that would meet the target, where those that the user gave cost more; else empty."""
 
     @property
     def share(self) -> float:
@@ -139,7 +145,7 @@ class Overhead:
         return (
             f"checkpoints cost {self.share:.1%} of training's time ({target}), {self.recent:.1%} in its second half: "
             f"{self.hooks:.1%} in hooks{tiers}; besides, the start took {self.start_seconds:.2f} s and the end "
-            f"{self.end_seconds:.2f} s"
+            f"{self.end_seconds:.2f} s{self.advice and f'; {self.advice}'}"
         )
 
 
@@ -299,17 +305,18 @@ class MeasuredSteps:
     Args:
         workers: workers of all tiers; those that take every generation belong to captures.
         clock: returns seconds.
+        bounded: whether windows may leave no quiet steps for good.
     """
 
-    def __init__(self, workers: Sequence[Paced], clock: Callable[[], float]) -> None:
+    def __init__(self, workers: Sequence[Paced], clock: Callable[[], float], *, bounded: bool = False) -> None:
         self._memory = [worker for worker in workers if worker.takes_every]
         self.tiers = [_TierCost(worker) for worker in workers if not worker.takes_every]
-        self.captures, self._clock = _CaptureCost(), clock
+        self.captures, self._clock, self._bounded = _CaptureCost(), clock, bounded
         self._kind = StepKind.QUIET
         self._last: tuple[float, float, float] | None = None
         """Time, seconds in hooks and seconds of validation at the last step's end; `None` before, and in a replay."""
-        self._quiet, self._base = _Quiet(), _Samples()
-        """Quiet steps: seconds outside of hooks, and seconds in hooks."""
+        self._quiet, self._alone, self._base = _Quiet(), _Quiet(), _Samples()
+        """Seconds outside of hooks in quiet steps, and in steps with captures alone; seconds in hooks of quiet steps."""
         self._waiting: deque[tuple[bool, int, float]] = deque(maxlen=_WAITING_STEPS)
         """Steps to be compared: whether captures worked, bits of the tiers at work, and seconds outside of hooks."""
         self.steps, self.seconds, self._hooks, self.window_nbytes = 0, 0.0, 0.0, 0
@@ -345,20 +352,26 @@ class MeasuredSteps:
             return
         (self.captures.hooks if captured else self._base).append(in_hooks)
         body = total - in_hooks - (validated - last[2])
-        if not captured and not touched:
-            self._quiet.add(body, self.steps)
-        else:
+        if not touched:
+            (self._alone if captured else self._quiet).add(body, self.steps)
+        if captured or touched:
             self._waiting.append((captured, touched, body))
-        if len(self._quiet) >= _SOME_STEPS:
+        if len(self._basis) >= _SOME_STEPS:
             while self._waiting:
                 self._compare(*self._waiting.popleft())
+
+    @property
+    def _basis(self) -> _Quiet:
+        """Steps with which others are compared."""
+        is_quiet = len(self._quiet) >= _SOME_STEPS and self.steps - self._quiet.newest < _WAITING_STEPS
+        return self._quiet if is_quiet or not self._bounded else self._alone
 
     def _compare(self, captured: bool, touched: int, body: float) -> None:  # of a queue
         """Charge captures, or tiers, with a step's time beyond the mean of quiet steps.
 
         If both worked, captures are charged with their mean cost without tiers, and tiers with the rest.
         """
-        more, captures = self._quiet.more(body), self.captures
+        more, captures = self._basis.more(body), self.captures
         if captured and not touched:
             captures.longer.append(more)
         through_captures = (more if not touched else captures.longer.mean()) if captured else 0.0
@@ -371,10 +384,11 @@ class MeasuredSteps:
 
     def costs(self, target: float) -> Costs:
         """Return this rank's costs; `owed` is in view of the `target`."""
-        base, known = self._base.mean(), len(self._quiet) >= _SOME_STEPS
-        step = self._quiet.mean + base if known else self.seconds / max(1, self.steps)
+        base, basis = self._base.mean(), self._basis
+        known = len(basis) >= _SOME_STEPS
+        step = basis.mean + base if known else self.seconds / max(1, self.steps)
         return Costs(
-            known=known and self.steps - self._quiet.newest < _WAITING_STEPS,
+            known=known and self.steps - basis.newest < _WAITING_STEPS,
             step=max(step, 1e-6),
             base=base,
             window=self.captures.per_window(base),
@@ -409,6 +423,7 @@ class Governor:
         workers: workers of all tiers; tiers that take every generation never rest.
         target: share of training's time that checkpoints may cost; `None` only measures.
         at_least: most time from one generation of a tier to the next.
+        bound: see `Policy.bound`.
         speaks: whether to log decisions here.
         least_seconds: seconds of training before the first decision.
         least_steps: steps of training before the first decision.
@@ -421,12 +436,13 @@ class Governor:
         *,
         target: float | None,
         at_least: timedelta,
+        bound: str = "",
         speaks: bool = False,
         least_seconds: float = 1.0,
         least_steps: int = 20,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.measured, self._clock = MeasuredSteps(workers, clock), clock
+        self.measured, self._clock = MeasuredSteps(workers, clock, bounded=bool(bound)), clock
         self._target, self._at_least, self._speaks = target, at_least.total_seconds(), speaks
         self._least_seconds, self._least_steps = least_seconds, least_steps
         self.gap_steps = 0
@@ -439,6 +455,7 @@ class Governor:
         self._asked = False
         """Whether the votes under way carry costs."""
         self._said: dict[str, float] = {}
+        self._bound, self._advice = bound, ""
 
     def idle_for(self, worker: Paced) -> int:
         """Return the microseconds for which a tier has been idle here, at least 1; 0 while at work."""
@@ -466,6 +483,7 @@ class Governor:
             rest_seconds=dict(self.rest_seconds),
             start_seconds=start_seconds,
             end_seconds=end_seconds,
+            advice=self._advice,
         )
 
     def vote(self, period_steps: int) -> PacingVote | None:
@@ -495,7 +513,7 @@ class Governor:
         if self._target is None:
             return
         if not self._decided and any(vote.is_large for vote in votes):  # until there is something to decide by
-            most = self._at_least * _PPM / max(1, *(vote.step for vote in votes))
+            most = 0.0 if self._bound else self._at_least * _PPM / max(1, *(vote.step for vote in votes))
             self.gap_steps = int(min(max(self._period + _PROBE_STEPS, self._least_steps), most))
             self.rest_seconds = dict.fromkeys(self.rest_seconds, self._at_least)
         if not self._asked or not all(vote.is_due for vote in votes):
@@ -517,9 +535,14 @@ class Governor:
         costly = sum(1 for cost, _ in costs.tiers if cost > 0)
         for_captures = allowed * (1 - _LEAST_PART) if costly else allowed
         before = max(self.gap_steps, self._period)
-        self.gap_steps = next_gap(self.gap_steps, costs, period=self._period, share=for_captures, most=self._at_least)
+        if self._bound:
+            costs = self._keep_to_bound(costs, target, for_captures)
+        else:
+            self.gap_steps = next_gap(
+                self.gap_steps, costs, period=self._period, share=for_captures, most=self._at_least
+            )
         apart = max(self.gap_steps, self._period)
-        if self._is_news("windows", apart, self._period):
+        if not self._bound and self._is_news("windows", apart, self._period):
             log.info(
                 "captures cost %.1f %% of training's time where windows start every %d steps (overhead_target=%g): they now "
                 "start every %d steps",
@@ -536,6 +559,21 @@ class Governor:
                     "a generation in %s costs %.2f s of training (overhead_target=%g): it now rests for %.1f s after each",
                     *(name, cost, target, rest),
                 )
+
+    def _keep_to_bound(self, costs: Costs, target: float, share: float) -> Costs:
+        """Say what the bound costs beyond the target, and what would not; return the costs by which tiers rest."""
+        had, cost = self._advice, (costs.base + costs.window / self._period) / costs.step
+        meets = max(self._period + 1, math.ceil(costs.window / (share * costs.step)))
+        self._advice = (
+            f"{self._bound} costs {cost:.1%} of a step; the target is {target:.1%}; every_n_steps={meets} would meet it"
+            if cost > target
+            else ""
+        )
+        if self._advice and not had and self._speaks and not self._said.get("bound"):
+            self._said["bound"] = cost
+            log.warning("%s. It is kept to, and tiers rest longer", self._advice)
+        # What captures owe is never paid back, and tiers would rest for it for good.
+        return replace(costs, owed=0.0) if cost > share else costs
 
     def _is_news(self, what: str, now: float, first: float) -> bool:
         """Return whether a value has changed by more than a factor of two since it was logged."""

@@ -18,6 +18,7 @@ Source: TierCheck (2026), Sec. 3.3 and Fig. 5.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -59,16 +60,17 @@ class Tiers:
         *,
         watcher: LedgerKeeper | None = None,
         config: SessionConfig | None = None,
+        bound: str = "",
         speaks: bool = False,
     ) -> None:
         self.workers, self._watcher = list(workers), watcher
         target, at_least = (
             (None, timedelta.max) if config is None else (config.overhead_target, config.storage_at_least)
         )
-        self.governor = Governor(workers, target=target, at_least=at_least, speaks=speaks)
+        self.governor = Governor(workers, target=target, at_least=at_least, bound=bound, speaks=speaks)
         self._lanes = [TierLane(worker=worker, skips=SkipCounter(worker.name)) for worker in workers]
-        self._period_steps = 1
-        """Steps between starts of windows without a limit."""
+        self._period_steps, self._has_waited = 1, False
+        """Steps between starts of windows without a limit, and whether a warning of a wait was logged."""
         self.everywhere: dict[str, GenerationId] = {}
         """Newest generation complete on all ranks, by tier."""
 
@@ -276,6 +278,19 @@ class Tiers:
         for worker in self.workers:
             if worker.takes_every:
                 worker.drain(timeout)
+
+    def drain(self, timeout: float) -> None:
+        """Wait for all tiers, at most `timeout` seconds per tier, and warn of a wait of over a second, the first time."""
+        began, busy = time.perf_counter(), ", ".join(self.busy)
+        for worker in self.workers:
+            worker.drain(timeout)
+        if (waited := time.perf_counter() - began) > 1.0 and not self._has_waited:
+            self._has_waited = True
+            log.warning(
+                "training waited %.1f s for %s, which reads memory that a generation was due in; a limit on steps between "
+                "generations asks for that. `memory_generations=3` or a faster tier ends it, or more steps between generations",
+                *(waited, busy),
+            )
 
     # -- all workers
 
