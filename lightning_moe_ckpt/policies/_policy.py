@@ -222,8 +222,8 @@ class PeriodicPolicy(Policy):
 
     @override
     def due(self, step: int, last: int | None, interval_steps: int) -> bool:
-        overdue = self.given and last is not None and step - last >= self.every_n_steps  # memory had no room at its turn
-        return overdue or step % self.every_n_steps == 0
+        overdue = self.bound and last is not None and step - last >= self.every_n_steps  # memory had no room at its turn
+        return bool(overdue) or step % self.every_n_steps == 0
 
 
 @dataclass(frozen=True, kw_only=True)

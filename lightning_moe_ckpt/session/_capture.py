@@ -209,7 +209,7 @@ class CaptureSession:
         self, job: SessionJob, *, name: Callable[[int], GenerationId], tiers: Tiers, plans: Planner, rings: Rings
     ) -> None:
         self._name, self._exchange, self._tiers, self._stalls = name, job.exchange, tiers, job.stalls
-        self._plans, view, chains, self._bound = plans, job.view, job.policy.chains, job.policy.bound
+        self._plans, view, chains = plans, job.view, job.policy.chains
         self._chain = None if chains is None else Chain(chains, view, job.stalls, may_edit_steps=job.may_edit_steps)
         self._gradients = GradientRecorder(view, job.engine) if view.gradient_dtype is not None else None
         self.failures: list[str] = []
@@ -246,9 +246,6 @@ class CaptureSession:
         assert memory.layout is not None
         if self._name(step + len(memory.layout.steps) - 1) == self._given_up:
             return False
-        if self._bound:  # else the newest whole generation could be several windows old
-            with self._stalls.measure("flush"):
-                self._tiers.settle(FLUSH_TIMEOUT.total_seconds())
         # The plan stays in replay, so the next look at the order waits: it would overtake a plan made before.
         plans = self._plans if use is not None else None
         with self._stalls.measure("plan"):
@@ -363,9 +360,13 @@ class CaptureSession:
 
     def complete_seal(self, *, wait: bool = True) -> None:
         """Complete the newest boundary after `seal`, and its window. Without `wait`, skip a device's copies."""
-        step, window = self.sealing.complete(wait=wait), self.window
+        step, window, ended = self.sealing.complete(wait=wait), self.window, self._ended
         if window is not None and step == window.generation.step:
             self._finish(window)
+        elif ended is not None and not ended.is_settled:  # one step after its last boundary: a restart goes back no further
+            ended.is_settled = True
+            with self._stalls.measure("flush"):
+                self._tiers.settle(FLUSH_TIMEOUT.total_seconds())
 
     def hear(self, *, filling: GenerationId | None = None) -> None:
         """Exchange the tiers' votes. Collective; `filling` as in `Tiers.agreed`."""
@@ -423,9 +424,8 @@ class CaptureSession:
                 self._tiers.flush(FLUSH_TIMEOUT.total_seconds(), paced_only=True)
                 self.hear()
         generation = self._name(step + len(layout.steps) - 1)
-        self.window = window = Window(
-            generation=generation, first=step, layout=layout, ring=ring, is_chained=chain is not None, is_link=link
-        )
+        window = Window(generation=generation, first=step, layout=layout, ring=ring, is_settled=not self._tiers.bounded)
+        window.is_chained, window.is_link, self.window = chain is not None, link, window
         ring.begin_window(generation, is_link=link)
         if not layout.record.plan.partial:
             self._tiers.offer(self._complete)  # the next partial one is newer, with the operators that tiers lack most
@@ -512,9 +512,9 @@ class CaptureSession:
         """Wait for transfers that hold slots, kind by kind, until every rank's ring has room; return whether it has. Collective."""
         chained, tiers = self._chain is not None, self._tiers
         waits = [tiers.settle] if chained else []  # a base on all ranks' memory makes all the room there is
-        waits += [tiers.flush] if chained or self._bound or not self.memory.is_short else []
+        waits += [tiers.flush] if chained or tiers.bounded or not self.memory.is_short else []
         # Once: where storage does not answer, windows are missed, and training does not wait for each of them.
-        waits += [tiers.drain] if self._bound and not self.missed_windows.in_a_row else []
+        waits += [tiers.drain] if tiers.bounded and not self.missed_windows.in_a_row else []
         with self._stalls.measure("flush"):
             for wait in waits:
                 if chained or not self.memory.has_room():

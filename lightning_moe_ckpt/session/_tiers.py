@@ -69,6 +69,8 @@ class Tiers:
         )
         self.governor = Governor(workers, target=target, at_least=at_least, bound=bound, speaks=speaks)
         self._lanes = [TierLane(worker=worker, skips=SkipCounter(worker.name)) for worker in workers]
+        self.bounded = bool(bound)
+        """Whether the user has bounded the steps between generations, so that training waits for them."""
         self._period_steps, self._has_waited = 1, False
         """Steps between starts of windows without a limit, and whether a warning of a wait was logged."""
         self.everywhere: dict[str, GenerationId] = {}

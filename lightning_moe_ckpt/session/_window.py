@@ -136,6 +136,8 @@ class Window:
     segments: list[SealedSegment] = field(default_factory=list)
     workers: list[TierWorker] = field(default_factory=list)
     """Workers of the tiers that take the window."""
+    is_settled: bool = True
+    """Whether training does not wait until memory has the generation."""
     is_chained: bool = False
     """Whether generations may be differences, on all ranks alike."""
     is_link: bool = False
