@@ -222,7 +222,9 @@ class PeriodicPolicy(Policy):
 
     @override
     def due(self, step: int, last: int | None, interval_steps: int) -> bool:
-        overdue = self.bound and last is not None and step - last >= self.every_n_steps  # memory had no room at its turn
+        overdue = (
+            self.bound and last is not None and step - last >= self.every_n_steps
+        )  # memory had no room at its turn
         return bool(overdue) or step % self.every_n_steps == 0
 
 

@@ -363,7 +363,9 @@ class CaptureSession:
         step, window, ended = self.sealing.complete(wait=wait), self.window, self._ended
         if window is not None and step == window.generation.step:
             self._finish(window)
-        elif ended is not None and not ended.is_settled:  # one step after its last boundary: a restart goes back no further
+        elif (
+            ended is not None and not ended.is_settled
+        ):  # one step after its last boundary: a restart goes back no further
             ended.is_settled = True
             with self._stalls.measure("flush"):
                 self._tiers.settle(FLUSH_TIMEOUT.total_seconds())
@@ -493,36 +495,29 @@ class CaptureSession:
         self._complete = None
 
     def _make_room(self, *, link: bool) -> str | None:
-        """Make room for a window; return the reason if some rank has none, else `None`. Collective."""
-        if self._has_room_now(link=link) or self._has_room_after_waits(link=link):
-            return None
-        if self._chain is None:  # with a newer generation, tiers let go of the one they hold
-            self._tiers.make_room(self._complete)
-        ring = self.memory.ring
-        return (
-            f"memory has no room ({ring.usage} on this rank, read by {', '.join(self._tiers.busy) or 'nobody'}). If a tier hangs, "
-            "look there; else give `memory_generations=3`, or take generations less often."
-        )
+        """Make room for a window; return the reason if some rank has none, else `None`. Collective.
 
-    def _has_room_now(self, *, link: bool) -> bool:
-        """Return whether every rank's ring has room for a window, counting recyclable slots. Collective."""
-        return self._exchange.all_agree(self.memory.has_room(link=link))
-
-    def _has_room_after_waits(self, *, link: bool) -> bool:
-        """Wait for transfers that hold slots, kind by kind, until every rank's ring has room; return whether it has. Collective."""
+        All ranks hear what may go, then wait for transfers that hold slots, kind by kind, until each ring has room.
+        """
         chained, tiers = self._chain is not None, self._tiers
         waits = [tiers.settle] if chained else []  # a base on all ranks' memory makes all the room there is
         waits += [tiers.flush] if chained or tiers.bounded or not self.memory.is_short else []
         # Once: where storage does not answer, windows are missed, and training does not wait for each of them.
         waits += [tiers.drain] if tiers.bounded and not self.missed_windows.in_a_row else []
-        with self._stalls.measure("flush"):
-            for wait in waits:
-                if chained or not self.memory.has_room():
-                    wait(FLUSH_TIMEOUT.total_seconds())
-                self.hear()
-                if self._has_room_now(link=link):
-                    return True
-        return False
+        for wait in (None, *waits):
+            if wait is not None:
+                with self._stalls.measure("flush"):
+                    if chained or not self.memory.has_room():
+                        wait(FLUSH_TIMEOUT.total_seconds())
+                    self.hear()
+            if self._exchange.all_agree(self.memory.has_room(link=link)):
+                return None
+        if not chained:  # with a newer generation, tiers let go of the one they hold
+            tiers.make_room(self._complete)
+        return (
+            f"memory has no room ({self.memory.ring.usage} on this rank, read by {', '.join(tiers.busy) or 'nobody'}). If a tier "
+            "hangs, look there; else give `memory_generations=3`, or take generations less often."
+        )
 
     def _spoil(self, reason: str, *, failed: bool = True) -> None:
         self.sealing.spoil(self.window, reason, failed=failed)

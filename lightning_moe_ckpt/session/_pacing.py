@@ -34,12 +34,14 @@ import time
 from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import IntEnum
+from itertools import chain
 from typing import Protocol
 
 from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt.process import Overhead
 from lightning_moe_ckpt.session._window import PacingVote
 
 log = rank_logger(__name__)
@@ -110,42 +112,24 @@ class Costs:
     tiers: tuple[tuple[float, float], ...] = ()
     """Per tier: seconds by which a generation makes steps longer, and seconds for which the tier is at work."""
 
+    def row(self) -> tuple[int, ...]:
+        """Return the seconds in microseconds, in the order of the fields."""
+        seconds = (self.step, self.base, self.window, self.owed, *chain.from_iterable(self.tiers))
+        return tuple(round(each * _PPM) for each in seconds)
 
-@dataclass(frozen=True, kw_only=True)
-class Overhead:
-    """Cost of checkpoints on this rank, as shares of training's time; steps of a replay do not count."""
-
-    target: float | None = None
-    """`overhead_target`."""
-    hooks: float = 0.0
-    """Share of the training thread in hooks, from the first step on."""
-    tiers: dict[str, float] = field(default_factory=dict)
-    """Measured share by which steps were longer while each tier worked; `host` stands for copies to memory."""
-    recent: float = 0.0
-    """Share of hooks and tiers in the second half of training so far."""
-    gap_steps: int = 0
-    """Least steps from one window's start to the next now; 0 for no limit."""
-    rest_seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds that each tier now rests between generations."""
-    start_seconds: float = 0.0
-    """Seconds in hooks from the start of the fit to the first batch."""
-    end_seconds: float = 0.0
-    """Seconds that the end of the fit waited until everything was durable."""
-    advice: str = ""
-    """Steps between windows that would meet the target, where those that the user gave cost more; else empty."""
-
-    @property
-    def share(self) -> float:
-        """Share of hooks and tiers in training's time, from the first step on."""
-        return self.hooks + sum(self.tiers.values())
-
-    def __str__(self) -> str:
-        tiers = "".join(f", {share:.1%} by {tier} at work" for tier, share in self.tiers.items() if share >= 5e-4)
-        target = "no target" if self.target is None else f"overhead_target={self.target:g}"
-        return (
-            f"checkpoints cost {self.share:.1%} of training's time ({target}), {self.recent:.1%} in its second half: "
-            f"{self.hooks:.1%} in hooks{tiers}; besides, the start took {self.start_seconds:.2f} s and the end "
-            f"{self.end_seconds:.2f} s{self.advice and f'; {self.advice}'}"
+    @classmethod
+    def largest(cls, votes: Sequence[PacingVote]) -> Costs:
+        """Return the largest costs of all ranks."""
+        step, base, window, owed, *tiers = (
+            max(row) / _PPM for row in zip(*(vote.costs for vote in votes), strict=True)
+        )
+        return cls(
+            known=all(vote.is_known for vote in votes),
+            step=max(step, 1 / _PPM),
+            base=base,
+            window=window,
+            owed=owed,
+            tiers=tuple(zip(tiers[::2], tiers[1::2], strict=True)),
         )
 
 
@@ -502,33 +486,22 @@ class Governor:
         is_large = int(self.measured.window_nbytes >= _LARGE_NBYTES)
         if not self._asked or self.measured.seconds < self._least_seconds:
             step = round(self.measured.seconds / max(1, steps) * _PPM)  # 0 before the first: not known
-            return PacingVote(0, 0, is_large, step, 0, 0, 0, (0, 0) * len(self.rest_seconds))
+            return PacingVote(0, 0, is_large, (step, 0, 0, 0) + (0, 0) * len(self.rest_seconds))
         costs = self.measured.costs(self._target)
-        step, base, window, owed = (round(each * _PPM) for each in (costs.step, costs.base, costs.window, costs.owed))
-        tiers = tuple(round(each * _PPM) for tier in costs.tiers for each in tier)
-        return PacingVote(1, int(costs.known), is_large, step, base, window, owed, tiers)
+        return PacingVote(1, int(costs.known), is_large, costs.row())
 
     def agreed(self, votes: Sequence[PacingVote]) -> None:
         """Take all ranks' votes, and decide if all of them are due."""
         if self._target is None:
             return
         if not self._decided and any(vote.is_large for vote in votes):  # until there is something to decide by
-            most = 0.0 if self._bound else self._at_least * _PPM / max(1, *(vote.step for vote in votes))
+            most = 0.0 if self._bound else self._at_least / Costs.largest(votes).step
             self.gap_steps = int(min(max(self._period + _PROBE_STEPS, self._least_steps), most))
             self.rest_seconds = dict.fromkeys(self.rest_seconds, self._at_least)
         if not self._asked or not all(vote.is_due for vote in votes):
             return
         self._decided = self.measured.steps
-        tiers = [max(column) / _PPM for column in zip(*(vote.tiers for vote in votes), strict=True)]
-        costs = Costs(
-            known=all(vote.is_known for vote in votes),
-            step=max(1, *(vote.step for vote in votes)) / _PPM,
-            base=max(vote.base for vote in votes) / _PPM,
-            window=max(vote.window for vote in votes) / _PPM,
-            owed=max(vote.owed for vote in votes) / _PPM,
-            tiers=tuple(zip(tiers[::2], tiers[1::2], strict=True)),
-        )
-        self._decide(costs, self._target)
+        self._decide(Costs.largest(votes), self._target)
 
     def _decide(self, costs: Costs, target: float) -> None:
         allowed = max(target - costs.base / costs.step, target * _LEAST_PART)
@@ -538,11 +511,10 @@ class Governor:
         if self._bound:
             costs = self._keep_to_bound(costs, target, for_captures)
         else:
-            self.gap_steps = next_gap(
-                self.gap_steps, costs, period=self._period, share=for_captures, most=self._at_least
-            )
+            most = self._at_least
+            self.gap_steps = next_gap(self.gap_steps, costs, period=self._period, share=for_captures, most=most)
         apart = max(self.gap_steps, self._period)
-        if not self._bound and self._is_news("windows", apart, self._period):
+        if self._is_news("windows", apart, self._period):
             log.info(
                 "captures cost %.1f %% of training's time where windows start every %d steps (overhead_target=%g): they now "
                 "start every %d steps",
@@ -562,16 +534,15 @@ class Governor:
 
     def _keep_to_bound(self, costs: Costs, target: float, share: float) -> Costs:
         """Say what the bound costs beyond the target, and what would not; return the costs by which tiers rest."""
-        had, cost = self._advice, (costs.base + costs.window / self._period) / costs.step
-        meets = max(self._period + 1, math.ceil(costs.window / (share * costs.step)))
-        self._advice = (
-            f"{self._bound} costs {cost:.1%} of a step; the target is {target:.1%}; every_n_steps={meets} would meet it"
-            if cost > target
-            else ""
-        )
-        if self._advice and not had and self._speaks and not self._said.get("bound"):
-            self._said["bound"] = cost
-            log.warning("%s. It is kept to, and tiers rest longer", self._advice)
+        cost = (costs.base + costs.window / self._period) / costs.step
+        met = max(self._period + 1, math.ceil(costs.window / (share * costs.step)))
+        self._advice = ""
+        if cost > target:
+            told = f"{self._bound} costs {cost:.1%} of a step; the target is {target:.1%}"
+            self._advice = f"{told}; every_n_steps={met} would meet it"
+            if self._speaks and "bound" not in self._said:
+                self._said["bound"] = cost
+                log.warning("%s. It is kept to, and tiers rest longer", self._advice)
         # What captures owe is never paid back, and tiers would rest for it for good.
         return replace(costs, owed=0.0) if cost > share else costs
 

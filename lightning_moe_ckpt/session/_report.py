@@ -11,8 +11,7 @@ from typing_extensions import override
 from lightning_moe_ckpt._units import size_text, time_text
 from lightning_moe_ckpt.native import BubbleFigures
 from lightning_moe_ckpt.planning import LossFigures
-from lightning_moe_ckpt.process import HookClock
-from lightning_moe_ckpt.session._pacing import Overhead
+from lightning_moe_ckpt.process import HookClock, Overhead
 from lightning_moe_ckpt.tiers import DeltaFigures, RedundancyFigures
 
 if TYPE_CHECKING:

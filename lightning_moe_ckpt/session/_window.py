@@ -67,19 +67,15 @@ class LaneVote(NamedTuple):
 
 
 class PacingVote(NamedTuple):
-    """One rank's `Costs` before a window, in microseconds."""
+    """One rank's `Costs` before a window."""
 
     is_due: int
     """Whether the rank has measured for long enough."""
     is_known: int
     is_large: int
     """Whether the rank takes so many bytes that the run begins slowly."""
-    step: int
-    base: int
-    window: int
-    owed: int
-    tiers: tuple[int, ...]
-    """Two integers for each tier."""
+    costs: tuple[int, ...]
+    """See `Costs.row`."""
 
 
 class TiersVote(NamedTuple):
@@ -91,7 +87,7 @@ class TiersVote(NamedTuple):
 
     def row(self) -> list[int]:
         """Return the vote as integers."""
-        pacing = () if self.pacing is None else (*self.pacing[:-1], *self.pacing.tiers)
+        pacing = () if self.pacing is None else (*self.pacing[:-1], *self.pacing.costs)
         return [*chain.from_iterable(self.lanes), *pacing]
 
     def read(self, row: Sequence[int]) -> TiersVote:
@@ -102,8 +98,8 @@ class TiersVote(NamedTuple):
             at += size
         if self.pacing is None:
             return TiersVote(tuple(lanes), None)
-        due, known, large, step, base, window, owed, *tiers = row[at:]
-        return TiersVote(tuple(lanes), PacingVote(due, known, large, step, base, window, owed, tuple(tiers)))
+        due, known, large, *costs = row[at:]
+        return TiersVote(tuple(lanes), PacingVote(due, known, large, tuple(costs)))
 
 
 def gather_votes(
