@@ -37,6 +37,7 @@ from lightning_moe_ckpt.callbacks import (
 from lightning_moe_ckpt.cli import main as moe_ckpt
 from lightning_moe_ckpt.errors import ConfigurationError, NoUsableGeneration
 from lightning_moe_ckpt.fit import _cli
+from lightning_moe_ckpt.policies import DensePolicy
 from lightning_moe_ckpt.testing import FaultInjector
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -101,6 +102,15 @@ def test_values_of_a_file_arrive_as_their_types() -> None:
     assert callback(built, ExpertLoadMonitor).every_n_steps == 7
     assert isinstance(strategy, MoEStrategy)
     assert (strategy.timeout, strategy.process_group_backend) == (timedelta(minutes=10), "gloo")
+
+
+@pytest.mark.parametrize(("value", "bound"), [("100", "every_n_steps=100"), ("null", "")])
+def test_the_users_number_is_told_from_an_equal_default(value: str, bound: str) -> None:
+    """`null`, or a file without it, is the default, which cost may stretch."""
+    options = ["--config", str(EXAMPLES / "dense.yaml"), f"--trainer.callbacks.init_args.every_n_steps={value}"]
+    policy = callback(cli.main(options, run=False), DenseCheckpoint)._policy()
+    assert isinstance(policy, DensePolicy)
+    assert (policy.every_n_steps, policy.bound) == (100, bound)
 
 
 @pytest.mark.parametrize("kind", [DifferentialCheckpoint, PartialExpertCheckpoint, SelectiveExpertCheckpoint])
