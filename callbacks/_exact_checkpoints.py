@@ -156,7 +156,7 @@ class DenseCheckpoint(CheckpointCallback):
 
     @override
     def _policy(self) -> Policy:
-        return DensePolicy(every_n_steps=self.every_n_steps or 100, given=self.every_n_steps is not None)
+        return DensePolicy(every_n_steps=self.every_n_steps)
 
 
 class DifferentialCheckpoint(CheckpointCallback):

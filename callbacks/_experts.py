@@ -131,8 +131,7 @@ class PartialExpertCheckpoint(ExpertCheckpoint):
     @override
     def _policy(self) -> Policy:
         return PartialPolicy(
-            every_n_steps=self.every_n_steps or 1,
-            given=self.every_n_steps is not None,
+            every_n_steps=self.every_n_steps,
             k=self.k,
             snapshot_k=self.snapshot_k,
             order=self.select,
@@ -204,8 +203,7 @@ class SelectiveExpertCheckpoint(ExpertCheckpoint):
     @override
     def _policy(self) -> Policy:
         return SelectivePolicy(
-            every_n_steps=self.every_n_steps or 1,
-            given=self.every_n_steps is not None,
+            every_n_steps=self.every_n_steps,
             local_budget=self.local_budget,
             remote_budget=self.remote_budget,
             deltas=None if self.delta is None else Deltas(kind=self.delta, resync_every=self.resync_every),

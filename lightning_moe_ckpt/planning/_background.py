@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from lightning_moe_ckpt.journal import JournalCapacity
 from lightning_moe_ckpt.operators import RecordKind
 from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.policies import MEMORY, Chains, ExpertLayout, Plan, PlanInputs, Policy, Selection
+from lightning_moe_ckpt.policies import MEMORY, ExpertLayout, Plan, PlanInputs, Policy, Selection
 from lightning_moe_ckpt.snapshot import (
     REMEMBERED_PLANS,
     PlanRecord,
@@ -113,20 +114,15 @@ class PlanMaker:
         plan = self._policy.plan(inputs)
         if inputs.bad and not self._has_room(plan):
             plan = self._policy.plan(replace(inputs, bad=()))  # bad copies wait for the turn of their position
-        if plan.partial:
-            return self.lay_out(PlanRecord.over(self._view.operators, plan=plan, config=self._policy.config()))
-        return self.lay_out(
-            PlanRecord.over(
-                self._view.operators,
-                plan=plan,
-                config=self._policy.config(),
-                popularity=tuple(inputs.popularity),
-                compute_dtypes={fqn: str(dtype).removeprefix("torch.") for fqn, dtype in dtypes.items()},
-                averages_consumed=self._view.averages.consumed,
-                budget_nbytes=inputs.budgets.get(MEMORY, 0),
-                split_nbytes=limit,
-            )
-        )
+        whole: dict[str, Any] = {
+            "popularity": tuple(inputs.popularity),
+            "compute_dtypes": {fqn: str(dtype).removeprefix("torch.") for fqn, dtype in dtypes.items()},
+            "averages_consumed": self._view.averages.consumed,
+            "budget_nbytes": inputs.budgets.get(MEMORY, 0),
+            "split_nbytes": limit,
+        }
+        shared = {} if plan.partial else whole
+        return self.lay_out(PlanRecord.over(self._view.operators, plan=plan, config=self._policy.config(), **shared))
 
     def lay_out(self, record: PlanRecord) -> WindowLayout:
         """Return the plan's layout; partial plans, which come round again, are laid out once."""
@@ -160,11 +156,11 @@ class PlanMaker:
             larger.reserve_nbytes = self._reserve_nbytes
         return larger
 
-    def room(self, layout: WindowLayout, chains: Chains | None, generations: int) -> RingRoom:
+    def room(self, layout: WindowLayout, generations: int) -> RingRoom:
         """Return the room for so many generations, and for what memory keeps beside them."""
         experts = expert_nbytes(self._view, self._groups) if layout.record.plan.partial else {}
         room = RingRoom(steps=layout.room, generations=generations, experts=experts)
-        if chains is None:
+        if (chains := self._policy.chains) is None:
             return room
         links = SlotClass(self.differential(layout).slot_nbytes, chains.links_kept(generations))
         return replace(room, links=links)

@@ -174,6 +174,7 @@ class DensePolicy(PeriodicPolicy):
     """Everything at multiples of `every_n_steps`."""
 
     cuts = False
+    default_steps = 100
     kind = "dense"
 
     @override

@@ -207,25 +207,29 @@ class Policy(ABC):
 class PeriodicPolicy(Policy):
     """A generation of one boundary at multiples of `every_n_steps`, in every incarnation."""
 
-    every_n_steps: int = 1
-    given: bool = False
-    """Whether the period is the user's."""
+    every_n_steps: int | None = None
+    """The user's period; `None` for the default."""
+    default_steps: ClassVar[int] = 1
+
+    @property
+    def period(self) -> int:
+        """Steps from one generation to the next."""
+        return self.every_n_steps or self.default_steps
 
     @property
     @override
     def bound(self) -> str:
-        return f"every_n_steps={self.every_n_steps}" if self.given else ""
+        return f"every_n_steps={self.every_n_steps}" if self.every_n_steps else ""
 
     @override
     def least_steps(self, num_operators: int) -> int:
-        return self.every_n_steps
+        return self.period
 
     @override
     def due(self, step: int, last: int | None, interval_steps: int) -> bool:
-        overdue = (
-            self.bound and last is not None and step - last >= self.every_n_steps
-        )  # memory had no room at its turn
-        return bool(overdue) or step % self.every_n_steps == 0
+        # Memory may have had no room at its turn.
+        overdue = self.bound and last is not None and step - last >= self.period
+        return bool(overdue) or step % self.period == 0
 
 
 @dataclass(frozen=True, kw_only=True)

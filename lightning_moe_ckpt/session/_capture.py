@@ -22,7 +22,7 @@ from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.errors import ConfigurationError, RingFull, UnsupportedOptimizer
 from lightning_moe_ckpt.journal import Journal
-from lightning_moe_ckpt.planning import Planner
+from lightning_moe_ckpt.planning import PlanMaker, Planner
 from lightning_moe_ckpt.session._job import SessionJob
 from lightning_moe_ckpt.session._sealing import Sealing
 from lightning_moe_ckpt.session._tiers import Tiers
@@ -54,13 +54,13 @@ class WindowMemory:
         self,
         job: SessionJob,
         tiers: Tiers,
-        plans: Planner,
+        maker: PlanMaker,
         rings: Rings,
         *,
         leave_ring: Callable[[], None],
         failed: Callable[[str], None],
     ) -> None:
-        self._exchange, self._tiers, self._plans, self._chained = job.exchange, tiers, plans, bool(job.policy.chains)
+        self._exchange, self._tiers, self._maker, self._chained = job.exchange, tiers, maker, bool(job.policy.chains)
         self._rings, self._least_steps, self._leave_ring, self._failed = rings, job.least_steps, leave_ring, failed
         self._generations: int | Literal["auto"] = job.config.memory_generations
         self.copies = WindowCopies(job.engine)
@@ -70,8 +70,7 @@ class WindowMemory:
         """The plan's layout of a difference; `None` if the policy takes none."""
 
     def use(self, layout: WindowLayout) -> bool:
-        """Put a plan in force from the next window on; return `False` if the plan does not fit the ring. All ranks call
-        it.
+        """Put a plan in force from the next window on; return `False` if it does not fit the ring. On all ranks.
 
         Raises:
             ConfigurationError: on every rank, if any rank has no memory for its first ring.
@@ -99,8 +98,8 @@ class WindowMemory:
     def grow_journal(self, nbytes: int, following: WindowLayout | None) -> tuple[WindowLayout | None, bool]:
         """Lay plans out for journals of `nbytes`; return the following plan, and whether all ranks have room. Collective."""
         assert self.layout is not None
-        layout = self._plans.relayout(self.layout, nbytes)
-        following = None if following is None else self._plans.relayout(following, nbytes)
+        layout = self._maker.enlarged(self.layout, nbytes)
+        following = None if following is None else self._maker.enlarged(following, nbytes)
         if not self.fitted(layout):
             return None, False
         self._put(layout)
@@ -108,7 +107,7 @@ class WindowMemory:
 
     def fits(self, layout: WindowLayout) -> bool:
         """Return whether a layout's windows fit into this rank's ring."""
-        link_nbytes = self._plans.differential(layout).slot_nbytes if self._chained else 0
+        link_nbytes = self._maker.differential(layout).slot_nbytes if self._chained else 0
         return self.ring.fits(layout.room, link_nbytes=link_nbytes)
 
     def fitted(self, layout: WindowLayout) -> bool:
@@ -148,7 +147,7 @@ class WindowMemory:
         assert self._generations != "auto"
         ring = self._rings.make(room := self._room(layout, self._generations))
         parts = {**room.purposes, "copies of other ranks": self._tiers.reserved().get(PEER, 0)}
-        journals, captured = len(layout.steps) * self._plans.journal_nbytes, layout.nbytes - sum(layout.copied)
+        journals, captured = len(layout.steps) * self._maker.journal.nbytes, layout.nbytes - sum(layout.copied)
         log.info(
             "shared memory: host %s for %d generations (%s); each has %s of journals and %s captured for other ranks",
             *(size_text(self._tiers.reserved().get(HOST, 0)), room.blocks),
@@ -160,7 +159,7 @@ class WindowMemory:
     def _room(self, layout: WindowLayout, generations: int) -> RingRoom:
         """Return the room for a layout's windows."""
         has_peers = any(worker.name == PEER for worker in self._tiers.workers)
-        room, busy = self._plans.room(layout, generations), self._least_steps <= len(layout.steps)
+        room, busy = self._maker.room(layout, generations), self._least_steps <= len(layout.steps)
         return replace(
             room, copies=1 + has_peers, back_to_back=busy
         )  # of two copies one completes other nodes' generations
@@ -176,10 +175,10 @@ class WindowMemory:
         self._generations = most if layout.record.plan.partial else min(chosen, most)
 
     def _put(self, layout: WindowLayout) -> None:
-        if not layout.record.plan.partial and self.ring.block >= 2 * (block := self._plans.room(layout, 2).block):
+        if not layout.record.plan.partial and self.ring.block >= 2 * (block := self._maker.room(layout, 2).block):
             self.ring.lay(block)  # shorter windows leave room for more of them
         self.layout = layout
-        self.difference = self._plans.differential(layout) if self._chained else None
+        self.difference = self._maker.differential(layout) if self._chained else None
         self._tiers.planned(self._exchange, self.ring, layout)
 
     def _replace_ring(self, make: Callable[[], SegmentRing], *, wanted: bool) -> bool:
@@ -215,7 +214,9 @@ class CaptureSession:
         self.failures: list[str] = []
         """Reasons why windows were spoiled; the owner reports and clears them."""
         self.sealing = Sealing(job, tiers, plans, self.failures)
-        self.memory = WindowMemory(job, tiers, plans, rings, leave_ring=self._leave_ring, failed=self._failed_memory)
+        self.memory = WindowMemory(
+            job, tiers, plans.maker, rings, leave_ring=self._leave_ring, failed=self._failed_memory
+        )
         self._given_up: GenerationId | None = None
         """Generation of an aborted window: tiers may still read from it, so no other window gets its name."""
         self.window: Window | None = None

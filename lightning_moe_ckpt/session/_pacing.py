@@ -20,8 +20,7 @@ Steps between windows that a user has given are a *bound*: windows are as close 
 rest, and the number of steps that would meet the target is said. Where such windows leave no quiet steps, steps with
 captures alone take their place: the cost of tiers is measured against them, and of captures what is spent in hooks.
 
-The exchange that opens a window carries every rank's measurements, and the largest decides. So all ranks have windows
-at the same steps.
+The exchange that opens a window carries each rank's measurements, and the largest decide, so ranks have equal windows.
 
 Source: CheckFreq (2021), Sec. 4.3, which also adapts a period to a target; we differ in measuring tiers apart from
 captures, and in paying back earlier cost.
@@ -34,11 +33,10 @@ import time
 from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import IntEnum
 from itertools import chain
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.process import Overhead
@@ -95,8 +93,7 @@ class Paced(Protocol):
         """Whether no generation is under way."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Costs:
+class Costs(NamedTuple):
     """Costs on one rank, or the largest of all ranks, in seconds."""
 
     known: bool
@@ -114,23 +111,15 @@ class Costs:
 
     def row(self) -> tuple[int, ...]:
         """Return the seconds in microseconds, in the order of the fields."""
-        seconds = (self.step, self.base, self.window, self.owed, *chain.from_iterable(self.tiers))
-        return tuple(round(each * _PPM) for each in seconds)
+        return tuple(round(each * _PPM) for each in (*self[1:-1], *chain.from_iterable(self.tiers)))
 
     @classmethod
     def largest(cls, votes: Sequence[PacingVote]) -> Costs:
         """Return the largest costs of all ranks."""
-        step, base, window, owed, *tiers = (
-            max(row) / _PPM for row in zip(*(vote.costs for vote in votes), strict=True)
-        )
-        return cls(
-            known=all(vote.is_known for vote in votes),
-            step=max(step, 1 / _PPM),
-            base=base,
-            window=window,
-            owed=owed,
-            tiers=tuple(zip(tiers[::2], tiers[1::2], strict=True)),
-        )
+        columns = zip(*(vote.costs for vote in votes), strict=True)
+        step, base, window, owed, *tiers = (max(column) / _PPM for column in columns)
+        known, pairs = all(vote.is_known for vote in votes), tuple(zip(tiers[::2], tiers[1::2], strict=True))
+        return cls(known, max(step, 1 / _PPM), base, window, owed, pairs)
 
 
 def next_gap(gap: int, costs: Costs, *, period: int, share: float, most: float) -> int:
@@ -544,7 +533,7 @@ class Governor:
                 self._said["bound"] = cost
                 log.warning("%s. It is kept to, and tiers rest longer", self._advice)
         # What captures owe is never paid back, and tiers would rest for it for good.
-        return replace(costs, owed=0.0) if cost > share else costs
+        return costs._replace(owed=0.0) if cost > share else costs
 
     def _is_news(self, what: str, now: float, first: float) -> bool:
         """Return whether a value has changed by more than a factor of two since it was logged."""

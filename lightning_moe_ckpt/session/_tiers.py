@@ -200,8 +200,7 @@ class Tiers:
     def wants_whole(self, generation: GenerationId, layout: WindowLayout) -> bool:
         """Return whether a tier without a base for `layout` gets this whole boundary.
 
-        The same on all ranks; ask once before each window. The caller takes the generation and begins it with the
-        worker.
+        The same on all ranks; ask once before each window. The caller begins the generation with the worker.
         """
         if not layout.is_incomplete:
             return False
@@ -469,18 +468,12 @@ def build_on_stored(
         stored = exchange.run_on_coordinator(lambda: [commit.to_bytes() for commit in store.candidates()[:1]])
         assert isinstance(stored, list)
         for each in stored:
-            marker = _build_on(Commit.from_bytes(each, "commit of the coordinator"), store, exchange, worker)
-            if completes and marker is not None:
-                tiers.build_on(STORAGE, marker.generation)
+            commit, markers = Commit.from_bytes(each, "commit of the coordinator"), list[RankMarker]()
+            with exchange.raise_together():
+                markers.append(store.read_marker(commit, exchange.rank))
+            if len(commit.steps) == 1:  # a window of several steps holds no states of one step
+                worker.build_on(markers[0])
+                if completes:
+                    tiers.build_on(STORAGE, markers[0].generation)
     except CheckpointError as error:  # on every rank
         log.warning("nothing is built on what storage has, the next generation is stored whole: %s", error)
-
-
-def _build_on(commit: Commit, store: RunStore, exchange: Exchange, worker: PersistWorker) -> RankMarker | None:
-    markers: list[RankMarker] = []
-    with exchange.raise_together():
-        markers.append(store.read_marker(commit, exchange.rank))
-    if len(commit.steps) != 1:
-        return None  # a window of several steps holds no states of one step
-    worker.build_on(markers[0])
-    return markers[0]

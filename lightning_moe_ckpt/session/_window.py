@@ -92,14 +92,11 @@ class TiersVote(NamedTuple):
 
     def read(self, row: Sequence[int]) -> TiersVote:
         """Return the vote in another rank's row, which has as many integers as this vote."""
-        lanes, at, size = [], 0, len(LaneVote._fields)
-        for _ in self.lanes:
-            lanes.append(LaneVote(*row[at : at + size]))
-            at += size
-        if self.pacing is None:
-            return TiersVote(tuple(lanes), None)
-        due, known, large, *costs = row[at:]
-        return TiersVote(tuple(lanes), PacingVote(due, known, large, tuple(costs)))
+        size = len(LaneVote._fields)
+        end = size * len(self.lanes)
+        lanes = tuple(LaneVote(*row[at : at + size]) for at in range(0, end, size))
+        due, known, large, *costs = row[end:] or (0, 0, 0)
+        return TiersVote(lanes, None if self.pacing is None else PacingVote(due, known, large, tuple(costs)))
 
 
 def gather_votes(

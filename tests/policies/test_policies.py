@@ -158,7 +158,7 @@ def test_periods_count_from_the_first_step() -> None:
 @pytest.mark.parametrize("policy", [DensePolicy, PartialPolicy, SelectivePolicy])
 def test_a_period_of_the_users_is_a_bound(policy: type[DensePolicy]) -> None:
     """A generation that memory had no room for at its turn is due at the next step. A default is no bound, whatever its number."""
-    own, default = policy(every_n_steps=3, given=True), policy(every_n_steps=3)
+    own, default = policy(every_n_steps=3), policy()
     assert (own.bound, default.bound) == ("every_n_steps=3", "")
     assert own.config() == default.config()
     assert [step for step in range(7, 12) if own.due(step, 3, 1)] == [7, 8, 9, 10, 11]
