@@ -91,7 +91,8 @@ class PlanMaker:
         """Bytes of each position's experts that fit into ring slots."""
 
     def forget(self) -> None:
-        """Forget all sizes and layouts: operators or the optimizer's state have changed."""
+        """Forget all sizes and layouts, and the plan under way: operators or the optimizer's state have changed."""
+        self._following = None
         self.sizes.forget()
         self._layouts.clear()
 
@@ -103,10 +104,6 @@ class PlanMaker:
         """Wait for the next plan and return it; `None` if none was begun."""
         following, self._following = self._following, None
         return None if following is None else following.result()
-
-    def drop(self) -> None:
-        """Let go of the plan under way."""
-        self._following = None
 
     def make(self, inputs: PlanInputs, dtypes: dict[str, torch.dtype]) -> WindowLayout:
         """Ask the policy, and lay its plan out; from any thread."""

@@ -300,7 +300,6 @@ class Planner:
         self.maker.forget()
         if self._policy.exact or not regrouped:
             self._current = None
-            self.maker.drop()
         else:
             self._ended = True
             log.error(

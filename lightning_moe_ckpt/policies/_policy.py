@@ -147,9 +147,7 @@ class Policy(ABC):
 
     @property
     def bound(self) -> str:
-        """Argument by which the user bounds the steps between generations, such as `every_n_steps=1`; empty for a default, which
-        cost may stretch.
-        """
+        """The user's bound on steps between generations, such as `every_n_steps=1`; empty where cost may stretch a default."""
         return ""
 
     @abstractmethod

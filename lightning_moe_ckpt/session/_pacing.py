@@ -16,9 +16,9 @@ Captures come first, since most restarts need the newest generation in memory: w
 target allows. The rest of the target is for tiers, which rest between generations accordingly, but never longer than a
 given time. A quarter of the target belongs to tiers whatever captures cost.
 
-Steps between windows that a user has given are a *bound*: windows are as close as that whatever they cost. Only tiers
-rest, and the number of steps that would meet the target is said. Where such windows leave no quiet steps, steps with
-captures alone take their place: the cost of tiers is measured against them, and of captures what is spent in hooks.
+Steps between windows that a user has given are a *bound*, kept whatever it costs: only tiers rest, and the number that
+would meet the target is said. Where windows leave no quiet steps, tiers are compared with steps of captures alone, and
+captures cost what hooks take.
 
 The exchange that opens a window carries each rank's measurements, and the largest decide, so ranks have equal windows.
 
@@ -325,26 +325,28 @@ class MeasuredSteps:
             return
         (self.captures.hooks if captured else self._base).append(in_hooks)
         body = total - in_hooks - (validated - last[2])
-        if not touched:
-            (self._alone if captured else self._quiet).add(body, self.steps)
         if captured or touched:
             self._waiting.append((captured, touched, body))
-        if len(self._basis) >= _SOME_STEPS:
+        else:
+            self._quiet.add(body, self.steps)
+        if self._bounded and captured and not touched:
+            self._alone.add(body, self.steps)
+        if len(basis := self._basis) >= _SOME_STEPS:
             while self._waiting:
-                self._compare(*self._waiting.popleft())
+                self._compare(basis, *self._waiting.popleft())
 
     @property
     def _basis(self) -> _Quiet:
         """Steps with which others are compared."""
-        is_quiet = len(self._quiet) >= _SOME_STEPS and self.steps - self._quiet.newest < _WAITING_STEPS
-        return self._quiet if is_quiet or not self._bounded else self._alone
+        none = len(self._quiet) < _SOME_STEPS or self.steps - self._quiet.newest >= _WAITING_STEPS
+        return self._alone if self._bounded and none else self._quiet
 
-    def _compare(self, captured: bool, touched: int, body: float) -> None:  # of a queue
+    def _compare(self, basis: _Quiet, captured: bool, touched: int, body: float) -> None:  # of a queue
         """Charge captures, or tiers, with a step's time beyond the mean of quiet steps.
 
         If both worked, captures are charged with their mean cost without tiers, and tiers with the rest.
         """
-        more, captures = self._basis.more(body), self.captures
+        more, captures = basis.more(body), self.captures
         if captured and not touched:
             captures.longer.append(more)
         through_captures = (more if not touched else captures.longer.mean()) if captured else 0.0

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange
@@ -64,9 +63,8 @@ class Tiers:
         speaks: bool = False,
     ) -> None:
         self.workers, self._watcher = list(workers), watcher
-        target, at_least = (
-            (None, timedelta.max) if config is None else (config.overhead_target, config.storage_at_least)
-        )
+        config = config or SessionConfig(url="")
+        target, at_least = config.overhead_target, config.storage_at_least
         self.governor = Governor(workers, target=target, at_least=at_least, bound=bound, speaks=speaks)
         self._lanes = [TierLane(worker=worker, skips=SkipCounter(worker.name)) for worker in workers]
         self.bounded = bool(bound)
@@ -287,11 +285,8 @@ class Tiers:
             worker.drain(timeout)
         if (waited := time.perf_counter() - began) > 1.0 and not self._has_waited:
             self._has_waited = True
-            log.warning(
-                "training waited %.1f s for %s, which reads memory that a generation was due in; a limit on steps between "
-                "generations asks for that. `memory_generations=3` or a faster tier ends it, or more steps between generations",
-                *(waited, busy),
-            )
+            what = "which reads memory that a generation was due in. Give `memory_generations=3`, or more steps between two"
+            log.warning("training waited %.1f s for %s, %s", waited, busy, what)
 
     # -- all workers
 
