@@ -110,7 +110,7 @@ def test_the_users_number_is_told_from_an_equal_default(value: str, bound: str) 
     options = ["--config", str(EXAMPLES / "dense.yaml"), f"--trainer.callbacks.init_args.every_n_steps={value}"]
     policy = callback(cli.main(options, run=False), DenseCheckpoint)._policy()
     assert isinstance(policy, DensePolicy)
-    assert (policy.every_n_steps, policy.bound) == (100, bound)
+    assert (policy.period, policy.bound) == (100, bound)
 
 
 @pytest.mark.parametrize("kind", [DifferentialCheckpoint, PartialExpertCheckpoint, SelectiveExpertCheckpoint])
