@@ -163,7 +163,7 @@ def test_a_period_of_the_users_is_a_bound(policy: type[DensePolicy]) -> None:
     assert own.config() == default.config()
     assert [step for step in range(7, 12) if own.due(step, 3, 1)] == [7, 8, 9, 10, 11]
     assert [step for step in range(7, 12) if own.due(step, 6, 1)] == [9, 10, 11]
-    assert [step for step in range(7, 12) if default.due(step, 3, 1)] == [9]
+    assert [step for step in range(1, 250) if default.due(step, 3, 1)] == [*range(default.period, 250, default.period)]
 
 
 def test_steps_of_sparse_windows_that_are_the_users_are_a_bound() -> None:
