@@ -137,7 +137,7 @@ class DenseCheckpoint(CheckpointCallback):
 
     Args:
         url: where checkpoints live, one run per URL: a path, `file://`, `s3://`, `gs://`, `az://` or any fsspec URL.
-        every_n_steps: most steps between two snapshots in memory; `None` for 100, or more to keep within `overhead_target`.
+        every_n_steps: most optimizer steps between two snapshots in memory; `None` for 100, or more within `overhead_target`.
         **shared: arguments of every checkpoint callback, see `CheckpointArguments`.
 
     Raises:

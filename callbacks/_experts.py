@@ -78,7 +78,7 @@ class PartialExpertCheckpoint(ExpertCheckpoint):
 
     Args:
         url: where checkpoints live, one run per URL: a path, `file://`, `s3://`, `gs://`, `az://` or any fsspec URL.
-        every_n_steps: most steps between two snapshots in memory; `None` for 1, or more to keep within `overhead_target`.
+        every_n_steps: most optimizer steps between two snapshots in memory; `None` for 1, or more within `overhead_target`.
         k: experts per layer that each snapshot sends to storage.
         snapshot_k: experts per layer that each snapshot takes to host memory and to replicas on other nodes, at least
             `k`; `None` for `k`, `auto` for as many as measured bandwidth copies to host memory while a step computes.
@@ -152,7 +152,7 @@ class SelectiveExpertCheckpoint(ExpertCheckpoint):
 
     Args:
         url: where checkpoints live, one run per URL: a path, `file://`, `s3://`, `gs://`, `az://` or any fsspec URL.
-        every_n_steps: most steps between two snapshots in memory; `None` for 1, or more to keep within `overhead_target`.
+        every_n_steps: most optimizer steps between two snapshots in memory; `None` for 1, or more within `overhead_target`.
         local_budget: bytes that each rank may copy to host memory per snapshot, a number or text such as `400MB`; `auto`
             for what measured bandwidth moves while a step computes.
         remote_budget: bytes per snapshot that each rank may send to storage, at most `local_budget`, written alike; `auto`

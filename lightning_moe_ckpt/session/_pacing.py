@@ -331,7 +331,7 @@ class MeasuredSteps:
             self._quiet.add(body, self.steps)
         if self._bounded and captured and not touched:
             self._alone.add(body, self.steps)
-        if len(basis := self._basis) >= _SOME_STEPS:
+        if self._waiting and len(basis := self._basis) >= _SOME_STEPS:
             while self._waiting:
                 self._compare(basis, *self._waiting.popleft())
 
