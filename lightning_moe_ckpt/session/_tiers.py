@@ -275,7 +275,7 @@ class Tiers:
     def settle(self, timeout: float) -> None:
         """Wait for tiers that take every generation, at most `timeout` seconds per tier."""
         for worker in self.workers:
-            if worker.takes_every:
+            if worker.takes_every and not worker.idle:
                 worker.drain(timeout)
 
     def drain(self, timeout: float) -> None:
