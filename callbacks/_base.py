@@ -1,8 +1,7 @@
 """Define the base class of all checkpoint callbacks, which captures state and inserts the callback that replays.
 
 The user adds one `CheckpointCallback`. It runs last, so that it captures the state that all other callbacks have left.
-It inserts a `ReplayHooks` callback, which runs first. Replay repairs the state before any other callback (a
-ModelCheckpoint, a validation) sees it.
+It inserts a `ReplayHooks` callback, which runs first: replay repairs state before a ModelCheckpoint or validation sees it.
 """
 
 from __future__ import annotations

@@ -41,6 +41,8 @@ class SparseCheckpoint(CheckpointCallback):
     Args:
         url: where checkpoints live, one run per URL: a path, `file://`, `s3://`, `gs://`, `az://` or any fsspec URL.
         window: steps per window; `auto` finds the smallest that fits `budget_nbytes`, or the measured bandwidth.
+        every_n_steps: steps from one window's start to the next; `None` for windows back to back. These are further apart where
+            they cost more than `overhead_target`, unless the number of steps is yours: `window`, `schedule` or this one.
         budget_nbytes: bytes that one rank may copy per step, a number or text such as `400MB`; `None` measures step time and bandwidth in steps 1 to 3.
         planner: how operators are spread over the window. `algorithm1` is the paper's rule. `packed` takes more operators
             in full at later steps, where fewer are left to take as weights.
@@ -71,6 +73,7 @@ class SparseCheckpoint(CheckpointCallback):
         url: str | Path,
         *,
         window: int | Literal["auto"] = "auto",
+        every_n_steps: int | None = None,
         budget_nbytes: int | str | None = None,
         planner: Literal["packed", "algorithm1"] = "packed",
         order: Literal["popularity", "fixed", "back_to_front"] = "popularity",
@@ -87,6 +90,13 @@ class SparseCheckpoint(CheckpointCallback):
         if window != "auto" and window > max_window:
             raise ConfigurationError(
                 f"`SparseCheckpoint(window={window}, max_window={max_window})`: the window exceeds its bound. Raise max_window."
+            )
+        self.every_n_steps = require_count(self, "every_n_steps", every_n_steps, what="steps", also=[None])
+        longest = window if isinstance(window, int) else 1 if schedule is None else len(schedule)
+        if every_n_steps is not None and every_n_steps < longest:
+            raise ConfigurationError(
+                f"`SparseCheckpoint(every_n_steps={every_n_steps})`: a window takes {longest} steps, and windows do not overlap. "
+                "Give as many steps or more, or a shorter window."
             )
         self.planner = require_choice(self, "planner", planner, ("packed", "algorithm1"))
         self.order = require_choice(self, "order", order, ("popularity", "fixed", "back_to_front"))
@@ -115,9 +125,10 @@ class SparseCheckpoint(CheckpointCallback):
             planner=self.planner,
             order=self.order,
             schedule=schedule,
-            max_window=self.max_window,
+            max_window=min(self.max_window, self.every_n_steps or self.max_window),
             over_budget=self.over_budget,
             popularity=(self.popularity or Popularity()) if by_popularity else None,
+            every_n_steps=self.every_n_steps,
         )
 
 
@@ -126,7 +137,7 @@ class DenseCheckpoint(CheckpointCallback):
 
     Args:
         url: where checkpoints live, one run per URL: a path, `file://`, `s3://`, `gs://`, `az://` or any fsspec URL.
-        every_n_steps: optimizer steps between two snapshots.
+        every_n_steps: most optimizer steps between two snapshots in memory; `None` for 100, or more within `overhead_target`.
         **shared: arguments of every checkpoint callback, see `CheckpointArguments`.
 
     Raises:
@@ -136,9 +147,11 @@ class DenseCheckpoint(CheckpointCallback):
     """
 
     @spelled_out
-    def __init__(self, url: str | Path, *, every_n_steps: int = 100, **shared: Unpack[CheckpointArguments]) -> None:
+    def __init__(
+        self, url: str | Path, *, every_n_steps: int | None = None, **shared: Unpack[CheckpointArguments]
+    ) -> None:
         super().__init__(url, **shared)
-        self.every_n_steps = require_count(self, "every_n_steps", every_n_steps, what="steps")
+        self.every_n_steps = require_count(self, "every_n_steps", every_n_steps, what="steps", also=[None])
 
     @override
     def _policy(self) -> Policy:

@@ -78,7 +78,7 @@ class PartialExpertCheckpoint(ExpertCheckpoint):
 
     Args:
         url: where checkpoints live, one run per URL: a path, `file://`, `s3://`, `gs://`, `az://` or any fsspec URL.
-        every_n_steps: optimizer steps between two snapshots.
+        every_n_steps: most optimizer steps between two snapshots in memory; `None` for 1, or more within `overhead_target`.
         k: experts per layer that each snapshot sends to storage.
         snapshot_k: experts per layer that each snapshot takes to host memory and to replicas on other nodes, at least
             `k`; `None` for `k`, `auto` for as many as measured bandwidth copies to host memory while a step computes.
@@ -102,7 +102,7 @@ class PartialExpertCheckpoint(ExpertCheckpoint):
         self,
         url: str | Path,
         *,
-        every_n_steps: int = 1,
+        every_n_steps: int | None = None,
         k: int = 1,
         snapshot_k: int | Literal["auto"] | None = None,
         select: Literal["sequential", "load_aware"] = "sequential",
@@ -112,7 +112,7 @@ class PartialExpertCheckpoint(ExpertCheckpoint):
     ) -> None:
         super().__init__(url, **shared)
         self.allow_missing_experts = allow_missing_experts
-        self.every_n_steps = require_count(self, "every_n_steps", every_n_steps, what="steps")
+        self.every_n_steps = require_count(self, "every_n_steps", every_n_steps, what="steps", also=[None])
         self.k = require_count(self, "k", k, what="experts per layer")
         require_count(self, "snapshot_k", snapshot_k, what="experts per layer", also=[None, "auto"])
         self.select = require_choice(self, "select", select, ("sequential", "load_aware"))
@@ -152,7 +152,7 @@ class SelectiveExpertCheckpoint(ExpertCheckpoint):
 
     Args:
         url: where checkpoints live, one run per URL: a path, `file://`, `s3://`, `gs://`, `az://` or any fsspec URL.
-        every_n_steps: optimizer steps between two snapshots.
+        every_n_steps: most optimizer steps between two snapshots in memory; `None` for 1, or more within `overhead_target`.
         local_budget: bytes that each rank may copy to host memory per snapshot, a number or text such as `400MB`; `auto`
             for what measured bandwidth moves while a step computes.
         remote_budget: bytes per snapshot that each rank may send to storage, at most `local_budget`, written alike; `auto`
@@ -176,7 +176,7 @@ class SelectiveExpertCheckpoint(ExpertCheckpoint):
         self,
         url: str | Path,
         *,
-        every_n_steps: int = 1,
+        every_n_steps: int | None = None,
         local_budget: int | str = "auto",
         remote_budget: int | str = "auto",
         delta: Literal["lossless", "bf16"] | None = "lossless",
@@ -186,7 +186,7 @@ class SelectiveExpertCheckpoint(ExpertCheckpoint):
     ) -> None:
         super().__init__(url, **shared)
         self.allow_missing_experts = allow_missing_experts
-        self.every_n_steps = require_count(self, "every_n_steps", every_n_steps, what="steps")
+        self.every_n_steps = require_count(self, "every_n_steps", every_n_steps, what="steps", also=[None])
         self.delta = require_choice(self, "delta", delta, ("lossless", "bf16", None))
         self.resync_every = require_count(self, "resync_every", resync_every, what="generations")
         local: Budget = number_of_bytes(self, "local_budget", local_budget, also=["auto"])

@@ -21,7 +21,8 @@ from lightning_moe_ckpt.fit._callbacks import ProgressNote
 from lightning_moe_ckpt.fit.loops._trainer import expert_parallel_size, log_row
 from lightning_moe_ckpt.metrics import TIERS
 from lightning_moe_ckpt.planning import LossFigures
-from lightning_moe_ckpt.session import Overhead, Report
+from lightning_moe_ckpt.process import Overhead
+from lightning_moe_ckpt.session import Report
 
 REPLAYING = "moe/replaying"
 

@@ -51,9 +51,8 @@ class CheckpointArguments(StorageArguments, total=False):
         bandwidth: most bytes per second that each rank writes to storage, a number or text such as `400MB`, so that the
             network stays free for training; `None` for no limit. Generations that the limit leaves no time for are skipped.
         overhead_target: share of training's time that checkpoints may cost; `None` for as fast as possible. Measured while
-            training, from its second second and 20th step on. Where it is more, windows start less often (`every_n_steps`
-            means at most every so many), and storage and copies on other nodes rest between generations; what was more
-            before is paid back.
+            training, from its second second and 20th step on. Where it is more, storage and copies on other nodes rest,
+            and windows start less often, unless their distance is your number: the log has one that would meet the target.
         storage_at_least: longest time that `overhead_target` may keep windows, storage and copies waiting from one
             generation to the next: a `timedelta`, seconds, or text such as `10min`.
         replicas: copies of every rank's generations in the memory of other nodes; `auto` is one where the ranks are on

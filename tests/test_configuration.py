@@ -37,6 +37,7 @@ from lightning_moe_ckpt.callbacks import (
 from lightning_moe_ckpt.cli import main as moe_ckpt
 from lightning_moe_ckpt.errors import ConfigurationError, NoUsableGeneration
 from lightning_moe_ckpt.fit import _cli
+from lightning_moe_ckpt.policies import DensePolicy
 from lightning_moe_ckpt.testing import FaultInjector
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -103,6 +104,15 @@ def test_values_of_a_file_arrive_as_their_types() -> None:
     assert (strategy.timeout, strategy.process_group_backend) == (timedelta(minutes=10), "gloo")
 
 
+@pytest.mark.parametrize(("value", "bound"), [("100", "every_n_steps=100"), ("null", "")])
+def test_the_users_number_is_told_from_an_equal_default(value: str, bound: str) -> None:
+    """`null`, or a file without it, is the default, which cost may stretch."""
+    options = ["--config", str(EXAMPLES / "dense.yaml"), f"--trainer.callbacks.init_args.every_n_steps={value}"]
+    policy = callback(cli.main(options, run=False), DenseCheckpoint)._policy()
+    assert isinstance(policy, DensePolicy)
+    assert (policy.period, policy.bound) == (100, bound)
+
+
 @pytest.mark.parametrize("kind", [DifferentialCheckpoint, PartialExpertCheckpoint, SelectiveExpertCheckpoint])
 def test_a_policy_file_names_what_the_policy_adds(kind: type) -> None:
     """All arguments of its own; those that every checkpoint callback takes are in `sparse.yaml` and `dense.yaml`."""
@@ -149,7 +159,11 @@ def holds(read: Any, written: Any) -> bool:
     ("option", "kind", "words"),
     [
         ("callbacks", SparseCheckpoint, ["one run per URL", "smallest that fits", "torchrun and SLURM", "gc.freeze"]),
-        ("callbacks", DenseCheckpoint, ["optimizer steps between two snapshots", "refuses to start a new one"]),
+        (
+            "callbacks",
+            DenseCheckpoint,
+            ["optimizer steps between two snapshots in memory", "refuses to start a new one"],
+        ),
         ("callbacks", PartialExpertCheckpoint, ["saved longest ago", "refuses to start a new one", "default: 0:00:25"]),
         ("callbacks", SelectiveExpertCheckpoint, ["while a step computes", "refuses to start a new one"]),
         ("callbacks", ExpertLoadMonitor, ["optimizer steps between two rows"]),
@@ -224,7 +238,7 @@ def test_a_mistyped_argument_in_a_file_is_named(capsys: pytest.CaptureFixture[st
         ("--trainer.callbacks.init_args.every_n_step=3", "`DenseCheckpoint(every_n_step=...)`: there is no such argument. Did you mean `every_n_steps`?"),
         ("--trainer.strategy.init_args.expert_paralel=2", "`MoEStrategy(expert_paralel=...)`: there is no such argument. Did you mean `expert_parallel`?"),
         ("--trainer.callbacks=lightning_moe_ckpt.callbacks.DenseChekpoint", "there is no such class. Did you mean `DenseCheckpoint`?"),
-        ("--trainer.callbacks.init_args.every_n_steps=[1]", "`DenseCheckpoint(every_n_steps=[1])` must be a whole number."),
+        ("--trainer.callbacks.init_args.every_n_steps=[1]", "`DenseCheckpoint(every_n_steps=[1])` must be a whole number or null."),
         ("--trainer.callbacks.init_args.keep=yes", "`DenseCheckpoint(keep=True)` must be a whole number or null."),
         ("--trainer.callbacks.init_args.resume=perhaps", "`DenseCheckpoint(resume=perhaps)` must be auto, must, never or memory."),
         ("--trainer.callbacks.init_args.storage_options=x", "`DenseCheckpoint(storage_options=x)` must be a mapping or null."),
@@ -281,7 +295,9 @@ def test_without_jsonargparse_lightning_says_what_to_install() -> None:
 def test_a_value_that_is_refused_is_an_error_of_ours(tmp_path: Path) -> None:
     """Not one about the types that the callback could have been: a traceback ends with the reason, the call and what is wanted."""
     option = "--trainer.callbacks.init_args.every_n_steps=0"
-    with pytest.raises(ConfigurationError, match=r"^`DenseCheckpoint\(every_n_steps=0\)` must be 1 or more") as raised:
+    with pytest.raises(
+        ConfigurationError, match=r"^`DenseCheckpoint\(every_n_steps=0\)` must be None or 1 or more"
+    ) as raised:
         cli.main(["--config", str(EXAMPLES / "dense.yaml"), option], run=False)
     assert raised.value.__suppress_context__
 

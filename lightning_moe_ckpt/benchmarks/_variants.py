@@ -176,7 +176,7 @@ class Variant:
     system: str
     """Policy or peer; `none` for no checkpoints, `monitored` for sparse ones beside an `ExpertLoadMonitor`."""
     every: int = 0
-    """Steps between two checkpoints; the window of sparse ones."""
+    """Steps between two checkpoints; the window of sparse ones. 0 for the default."""
     memory_only: bool = False
     """Whether storage rests."""
     shard_optimizer: bool = False
@@ -212,6 +212,7 @@ _PEER_VARIANTS = [Variant(system, 4) for system in PEERS]
 _MORE = [
     *(Variant(system, 4, memory) for system in ("partial", "selective") for memory in (True, False)),
     Variant("monitored", 8),
+    *(Variant(system) for system in ("sparse", "dense")),
     *(Variant("differential", 64, memory) for memory in (True, False)),
     Variant("none", shard_optimizer=True),
     *(Variant(system, every, True, True) for system, every in (("sparse", 8), ("dense", 1), ("dense", 4))),
@@ -239,14 +240,15 @@ def checkpoint_of(variant: Variant, url: str) -> Callback | None:
         return PEERS[system](folder, every_n_steps=every)
     shared: dict[str, Any] = {"resume": "never", **shared_arguments(memory_only=variant.memory_only)}
     if system in ("sparse", "monitored"):
-        return SparseCheckpoint(url, window=every, **shared)
+        return SparseCheckpoint(url, window=every or "auto", **shared)
     policies = {
         "dense": DenseCheckpoint,
         "differential": DifferentialCheckpoint,
         "partial": PartialExpertCheckpoint,
         "selective": SelectiveExpertCheckpoint,
     }
-    return policies[system](url, every_n_steps=every, **shared) if system in policies else None
+    steps = {"every_n_steps": every} if every else {}
+    return policies[system](url, **steps, **shared) if system in policies else None
 
 
 def shared_arguments(*, memory_only: bool) -> dict[str, Any]:

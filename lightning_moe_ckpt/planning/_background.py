@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from lightning_moe_ckpt.journal import JournalCapacity
 from lightning_moe_ckpt.operators import RecordKind
 from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.policies import MEMORY, Chains, ExpertLayout, Plan, PlanInputs, Policy, Selection
+from lightning_moe_ckpt.policies import MEMORY, ExpertLayout, Plan, PlanInputs, Policy, Selection
 from lightning_moe_ckpt.snapshot import (
     REMEMBERED_PLANS,
     PlanRecord,
@@ -90,7 +91,8 @@ class PlanMaker:
         """Bytes of each position's experts that fit into ring slots."""
 
     def forget(self) -> None:
-        """Forget all sizes and layouts: operators or the optimizer's state have changed."""
+        """Forget all sizes and layouts, and the plan under way: operators or the optimizer's state have changed."""
+        self._following = None
         self.sizes.forget()
         self._layouts.clear()
 
@@ -103,31 +105,21 @@ class PlanMaker:
         following, self._following = self._following, None
         return None if following is None else following.result()
 
-    def drop(self) -> None:
-        """Let go of the plan under way."""
-        self._following = None
-
     def make(self, inputs: PlanInputs, dtypes: dict[str, torch.dtype]) -> WindowLayout:
         """Ask the policy, and lay its plan out; from any thread."""
         inputs, limit = self.sizes.inputs(self._policy, inputs, dtypes)
         plan = self._policy.plan(inputs)
         if inputs.bad and not self._has_room(plan):
             plan = self._policy.plan(replace(inputs, bad=()))  # bad copies wait for the turn of their position
-        if plan.partial:
-            fixed, config = self._view.gradient_dtype is not None, self._policy.config()
-            return self.lay_out(PlanRecord.over(self._view.operators, plan=plan, config=config, fixed=fixed))
-        return self.lay_out(
-            PlanRecord.over(
-                self._view.operators,
-                plan=plan,
-                config=self._policy.config(),
-                popularity=tuple(inputs.popularity),
-                compute_dtypes={fqn: str(dtype).removeprefix("torch.") for fqn, dtype in dtypes.items()},
-                averages_consumed=self._view.averages.consumed,
-                budget_nbytes=inputs.budgets.get(MEMORY, 0),
-                split_nbytes=limit,
-            )
-        )
+        whole: dict[str, Any] = {
+            "popularity": tuple(inputs.popularity),
+            "compute_dtypes": {fqn: str(dtype).removeprefix("torch.") for fqn, dtype in dtypes.items()},
+            "averages_consumed": self._view.averages.consumed,
+            "budget_nbytes": inputs.budgets.get(MEMORY, 0),
+            "split_nbytes": limit,
+        }
+        shared = {"fixed": self._view.gradient_dtype is not None} if plan.partial else whole
+        return self.lay_out(PlanRecord.over(self._view.operators, plan=plan, config=self._policy.config(), **shared))
 
     def lay_out(self, record: PlanRecord) -> WindowLayout:
         """Return the plan's layout; partial plans, which come round again, are laid out once."""
@@ -161,11 +153,11 @@ class PlanMaker:
             larger.reserve_nbytes = self._reserve_nbytes
         return larger
 
-    def room(self, layout: WindowLayout, chains: Chains | None, generations: int) -> RingRoom:
+    def room(self, layout: WindowLayout, generations: int) -> RingRoom:
         """Return the room for so many generations, and for what memory keeps beside them."""
         experts = expert_nbytes(self._view, self._groups) if layout.record.plan.partial else {}
         room = RingRoom(steps=layout.room, generations=generations, experts=experts)
-        if chains is None:
+        if (chains := self._policy.chains) is None:
             return room
         links = SlotClass(self.differential(layout).slot_nbytes, chains.links_kept(generations))
         return replace(room, links=links)

@@ -167,9 +167,7 @@ class Budgets:
 
     def agreed(self, rows: Sequence[Sequence[int]]) -> None:
         """Put the smallest of all ranks' budgets in force."""
-        self.in_force = {
-            level: min(column) for level, column in zip(self._config, zip(*rows, strict=True), strict=True)
-        }
+        self.in_force = dict(zip(self._config, map(min, zip(*rows, strict=True)), strict=True))
 
     def renewed(self, rows: Sequence[Sequence[int]], before: int) -> bool:
         """Take every rank's present budget; return whether it differs from the plan's by more than noise.

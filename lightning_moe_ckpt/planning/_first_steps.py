@@ -1,5 +1,4 @@
-"""Checks during an incarnation's first steps: right counts of tokens, and the precision in which parameters are
-consumed.
+"""Checks during an incarnation's first steps: right counts of tokens, and the precision of consumed parameters.
 
 Popularity only orders experts, and a run is exact in any order. If counts decide which experts a restart may lose,
 training does not go on without right counts.

@@ -98,7 +98,7 @@ def forecast(
     pages = RingRoom(steps=[copy.slot_nbytes] if copy.slot_nbytes else layout.sizes).block
     # Storage and, with copies, other nodes may each still read a generation that has only some experts.
     for generations in (3 + bool(owners),) if layout.record.plan.partial else (2, 3):
-        room = planner.room(layout, generations)
+        room = planner.maker.room(layout, generations)
         steps = [nbytes + more for nbytes, more in zip(room.steps, captured, strict=True)]
         busy = policy.least_steps(len(operators)) <= len(steps)
         room = replace(room, steps=steps, copies=1 + bool(owners), back_to_back=busy)

@@ -1,8 +1,7 @@
 """From a policy to bytes: when plans are due, their inputs, and the layout of windows.
 
 The planner measures a policy's inputs, agrees on them with the other ranks (the smallest budget, tokens and popularity
-over all ranks, the strictest compute precision), asks the policy and lays the plan out. So every rank has the same
-plan.
+over all ranks, the strictest compute precision), asks the policy and lays the plan out, the same on every rank.
 
 Each pipeline stage plans for itself, from its own ranks' measurements. Before a plan is put in force, the stages' plans
 are joined to one on the training thread, with the same window for all.
@@ -25,7 +24,7 @@ import torch
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.planning._background import OperatorSizes, PlanMaker
+from lightning_moe_ckpt.planning._background import PlanMaker
 from lightning_moe_ckpt.planning._budgets import MEASURED_STEPS, Budgets, ExpertBudgets, slot_sizes
 from lightning_moe_ckpt.planning._first_steps import ConsumedPrecision, CountProof, PrecisionProof
 from lightning_moe_ckpt.planning._ledger import Counting, LedgerKeeper, LossFigures
@@ -34,7 +33,7 @@ from lightning_moe_ckpt.planning._stages import StagePlans, require_plans
 from lightning_moe_ckpt.policies import MEMORY, Audience, Chains, Deltas, PlanInputs, Policy
 from lightning_moe_ckpt.snapshot import Constants, StateView, WindowLayout, why_no_deltas
 from lightning_moe_ckpt.storage import BadCopies, GenerationId, RunStore
-from lightning_moe_ckpt.tiers import PEER, STORAGE, Mirroring, PeerRoom, RingRoom, TierWorker
+from lightning_moe_ckpt.tiers import PEER, STORAGE, Mirroring, PeerRoom, TierWorker
 
 log = rank_logger(__name__)
 
@@ -97,7 +96,8 @@ class Planner:
         self.order = CaptureOrder() if config is None else PopularityMeter(config, view.operators, module)
         self._ledger = LedgerKeeper(policy, view, module) if "tokens" in policy.needs else Counting()
         self._measures = self._all_measures(module, may_probe=may_probe)
-        self._maker = PlanMaker(policy, view, groups, self._ledger.layouts)
+        self.maker = PlanMaker(policy, view, groups, self._ledger.layouts)
+        self.sizes = self.maker.sizes
         self._budgets = self._make_budgets(groups)
         self._deltas: Deltas | None = None
         self._current: WindowLayout | None = None
@@ -151,24 +151,15 @@ class Planner:
         return self._policy.chains
 
     @property
-    def sizes(self) -> OperatorSizes:
-        """Bytes of this rank's operators."""
-        return self._maker.sizes
-
-    @property
     def mirroring(self) -> Mirroring:
         """State captured for other ranks."""
-        return self._maker.mirroring
+        return self.maker.mirroring
 
     @property
     def generations_kept(self) -> int:
         """Generations that other nodes keep; fixed by the first plan, since their memory is made for it."""
         kept = self._first.generations_kept
         return self._policy.generations_kept(self._inputs()) if kept is None else kept
-
-    def room(self, layout: WindowLayout, generations: int) -> RingRoom:
-        """Return the room for so many generations, and for what memory keeps beside them."""
-        return self._maker.room(layout, self.chains, generations)
 
     @property
     def peer_audiences(self) -> frozenset[Audience]:
@@ -199,7 +190,7 @@ class Planner:
         remote = tiers.get(PEER) or tiers[STORAGE]
         self._budgets.remote_rate = lambda: remote.rate
         self._budgets.copies_leave = PEER in tiers and not self._ledger.counts_tokens
-        self._budgets.local_share = self._maker.mirror(remote.mirroring)
+        self._budgets.local_share = self.maker.mirror(remote.mirroring)
         self._view.gradient_dtype = self._deltas.dtype if self._deltas is not None and PEER in tiers else None
         self._ledger.joined(tiers)
 
@@ -208,15 +199,15 @@ class Planner:
     @property
     def journal_nbytes(self) -> int:
         """Capacity of a journal record in bytes, from the journals so far."""
-        return self._maker.journal.nbytes
+        return self.maker.journal.nbytes
 
     def journal_needs(self, nbytes: int) -> None:
         """Note a journal of `nbytes`; records reserve twice that and the entries of generations under way, which it may lack."""
-        self._maker.journal.needs(nbytes + self._ledger.in_flight_nbytes)
+        self.maker.journal.needs(nbytes + self._ledger.in_flight_nbytes)
 
     def journal_had(self, nbytes: int) -> None:
         """Note that the incarnation before reserved `nbytes`."""
-        self._maker.journal.had(nbytes)
+        self.maker.journal.had(nbytes)
 
     def state(self) -> dict[str, Any]:
         """Return the planner's journal entries at a boundary; call before the next optimizer step."""
@@ -306,10 +297,9 @@ class Planner:
 
         A policy that is not exact takes no generation after the former, until training ends; an ERROR in the log says so.
         """
-        self._maker.forget()
+        self.maker.forget()
         if self._policy.exact or not regrouped:
             self._current = None
-            self._maker.drop()
         else:
             self._ended = True
             log.error(
@@ -329,24 +319,16 @@ class Planner:
             self._budgets.measure()
             self._budgets.agreed(self._stages.exchange.gather(self._budgets.inputs()))
         inputs = self._inputs(popularity)
-        layout = self._joined(made := self._maker.make(inputs, dtypes)) or made
+        layout = self._joined(made := self.maker.make(inputs, dtypes)) or made
         if self.tokens is not None:
             # One round of turns without any tokens at risk: each position gives most of all once.
             nothing, positions = self.tokens.ledger.blank(), {rank for each in inputs.layouts for rank in each.rank_of}
             turns = [replace(inputs, index=turn, ledger=nothing, coming=None, bad=()) for turn in range(len(positions))]
-            layouts = [layout, *(self._maker.make(turn, dtypes) for turn in turns)]
-            layout.reserve_nbytes = self._maker.reserve(layouts, self._budgets.reserve_nbytes)
+            layouts = [layout, *(self.maker.make(turn, dtypes) for turn in turns)]
+            layout.reserve_nbytes = self.maker.reserve(layouts, self._budgets.reserve_nbytes)
         self._first = FirstPlan(dict(self._budgets.in_force))
         self._first = replace(self._first, generations_kept=self._policy.generations_kept(self._inputs()))
         return layout
-
-    def differential(self, layout: WindowLayout) -> WindowLayout:
-        """Return the layout of differences from one boundary to the next, cut like the states of `layout`."""
-        return self._maker.differential(layout)
-
-    def relayout(self, layout: WindowLayout, journal_nbytes: int) -> WindowLayout:
-        """Return a plan with room for a larger journal, and enlarge the following plan."""
-        return self._maker.enlarged(layout, journal_nbytes)
 
     # -- at window boundaries
 
@@ -380,7 +362,7 @@ class Planner:
 
     def take_next(self) -> WindowLayout | None:
         """Wait for the next plan and return it; `None` to keep the plan in force. Collective."""
-        layout = self._maker.take()
+        layout = self.maker.take()
         if layout is not None and self._current is not None and not layout.record.plan.partial:
             # A new budget with the same window length is not worth a change.
             old, new = self._stages.own(self._current.record), layout.record
@@ -396,8 +378,8 @@ class Planner:
     def started(self, step: int, layout: WindowLayout) -> None:
         """Note that a window begins; if tokens are counted, start to plan the next."""
         if self._ledger.counts_tokens:
-            self._ledger.took(step, self._maker.selection(layout.record.plan))
-            self._maker.begin(self._inputs(), {})
+            self._ledger.took(step, self.maker.selection(layout.record.plan))
+            self.maker.begin(self._inputs(), {})
 
     # -- private
 
@@ -405,7 +387,7 @@ class Planner:
         """Return the layout of all stages' plans; `None` if no stage has a new plan. Collective with stages."""
         if not self._stages.several:
             return layout
-        return None if (record := self._stages.joined(layout, self._current)) is None else self._maker.lay_out(record)
+        return None if (record := self._stages.joined(layout, self._current)) is None else self.maker.lay_out(record)
 
     def _make_budgets(self, groups: ParallelGroups) -> Budgets:
         config, device = self._policy.budgets, next(iter(self._view.params.values())).device
@@ -437,4 +419,4 @@ class Planner:
         record = self._current.record
         dtypes = {fqn: getattr(torch, name) for fqn, name in record.compute_dtypes.items()}
         budgets = self._budgets.in_force or ({MEMORY: record.budget_nbytes} if record.budget_nbytes else {})
-        self._maker.begin(self._inputs(popularity, budgets), dtypes)
+        self.maker.begin(self._inputs(popularity, budgets), dtypes)

@@ -177,7 +177,6 @@ class PopularityMeter(CaptureOrder):
 
     @override
     def agreed(self, rows: Sequence[Sequence[int]]) -> list[float] | None:
-        """Take every rank's inputs, by rank. Return the popularity for another plan if one is due, else `None`."""
         due = None
         if rows[0]:
             own = [torch.from_numpy(np.array(row, np.int64)).view(torch.float64) for row in rows]
@@ -192,7 +191,6 @@ class PopularityMeter(CaptureOrder):
 
     @override
     def state(self) -> dict[str, Any]:
-        """Return the journal's entry for going on from this boundary; tensors may be on the device."""
         planned = None if self._planned is None else torch.tensor(self._planned, dtype=torch.float64)
         measured = {"measure": self._measure, "value": self.value().clone(), "held": list(self._held)}
         return {**measured, "planned": planned}
@@ -220,8 +218,7 @@ class PopularityMeter(CaptureOrder):
     def _take_held(self) -> Tensor:
         """Return the looks held since the last call, oldest first: float64 `[looks, E]`, on the CPU.
 
-        The same number on all ranks, since steps are. Waits for the device, up to the looks' steps; nothing else here
-        does.
+        The same number on all ranks, since steps are. The only wait here for the device, up to the looks' steps.
         """
         coming, self._coming, self._held = self._coming, [], []
         if not coming:
@@ -261,10 +258,7 @@ class PopularityMeter(CaptureOrder):
             self._value_E = decayed_popularity(value_E, counts_E, half_life_steps=half_life)
 
     def _is_out_of_date(self, popularity: list[float]) -> bool:
-        limits = {
-            "reorder_threshold": self._config.reorder_threshold,
-            "reorder_fraction": self._config.reorder_fraction,
-        }
+        limits = {name: getattr(self._config, name) for name in ("reorder_threshold", "reorder_fraction")}
         if self._planned is not None and not should_reorder(self._planned, popularity, **limits):
             return False
         self._planned = popularity

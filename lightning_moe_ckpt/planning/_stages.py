@@ -1,8 +1,7 @@
 """Join the plans of pipeline stages: each stage plans for itself, and all take the same windows.
 
 A stage's ranks measure and agree among themselves; other stages' budgets and counts do not concern them. A common
-window is as long as the longest of a stage. A stage with a shorter plan is dense before the others, and trains on while
-they replay.
+window is as long as the longest of a stage. A stage with a shorter plan is dense sooner, and trains on beside replays.
 """
 
 from __future__ import annotations

@@ -60,6 +60,7 @@ class SparsePolicy(Policy):
     over_budget: OverBudget = "stall"
     popularity: Popularity | None = None
     """Given if and only if the order depends on it."""
+    every_n_steps: int | None = None
 
     kind = "sparse"
     replays = True
@@ -82,12 +83,24 @@ class SparsePolicy(Policy):
 
     @override
     def least_steps(self, num_operators: int) -> int:
-        """Return the length of one window, whose steps each take at least one operator."""
-        return min(self.window or 1, num_operators) if self.schedule is None else len(self.schedule)
+        """Return the length of one window, whose steps each take at least one operator, or the user's period."""
+        least = min(self.window or 1, num_operators) if self.schedule is None else len(self.schedule)
+        return self.every_n_steps or least
+
+    @property
+    @override
+    def bound(self) -> str:
+        if self.every_n_steps is not None:
+            return f"every_n_steps={self.every_n_steps}"
+        given = self.window if self.schedule is None else len(self.schedule)
+        return "" if given is None else f"{'window' if self.schedule is None else 'steps of the schedule'}={given}"
 
     @override
     def config(self) -> dict[str, Any]:
-        return {**json.loads(json.dumps(asdict(self))), "kind": self.kind}
+        """Return the policy without the period, which does not change a window's form."""
+        config = {**json.loads(json.dumps(asdict(self))), "kind": self.kind}
+        del config["every_n_steps"]
+        return config
 
     @override
     def refusal(self, operators: OperatorSet) -> str | None:
@@ -108,8 +121,8 @@ class SparsePolicy(Policy):
 
     @override
     def due(self, step: int, last: int | None, interval_steps: int) -> bool:
-        """Start windows back to back, unless the plan asks for a longer interval."""
-        return last is None or step - last >= interval_steps
+        """Start windows back to back, unless the user or the plan asks for a longer interval."""
+        return last is None or step - last >= (self.every_n_steps or interval_steps)
 
     @override
     def split_nbytes(self, inputs: PlanInputs) -> int:
@@ -161,6 +174,7 @@ class DensePolicy(PeriodicPolicy):
     """Everything at multiples of `every_n_steps`."""
 
     cuts = False
+    default_steps = 100
     kind = "dense"
 
     @override

@@ -147,6 +147,11 @@ class Policy(ABC):
         """Budgets that limit plans, by level."""
         return {}
 
+    @property
+    def bound(self) -> str:
+        """The user's bound on steps between generations, such as `every_n_steps=1`; empty where cost may stretch a default."""
+        return ""
+
     @abstractmethod
     def config(self) -> dict[str, Any]:
         """Return what identifies the policy, as JSON values; a stored plan is adopted only under an equal policy."""
@@ -202,15 +207,29 @@ class Policy(ABC):
 class PeriodicPolicy(Policy):
     """A generation of one boundary at multiples of `every_n_steps`, in every incarnation."""
 
-    every_n_steps: int = 1
+    every_n_steps: int | None = None
+    """The user's period; `None` for the default."""
+    default_steps: ClassVar[int] = 1
+
+    @property
+    def period(self) -> int:
+        """Steps from one generation to the next."""
+        return self.every_n_steps or self.default_steps
+
+    @property
+    @override
+    def bound(self) -> str:
+        return f"every_n_steps={self.every_n_steps}" if self.every_n_steps else ""
 
     @override
     def least_steps(self, num_operators: int) -> int:
-        return self.every_n_steps
+        return self.period
 
     @override
     def due(self, step: int, last: int | None, interval_steps: int) -> bool:
-        return step % self.every_n_steps == 0
+        # Memory may have had no room at its turn.
+        overdue = self.bound and last is not None and step - last >= self.period
+        return bool(overdue) or step % self.period == 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ Internal: may change in any version.
 from lightning_moe_ckpt.process._heap import FrozenHeap as FrozenHeap
 from lightning_moe_ckpt.process._heap import collections_paused as collections_paused
 from lightning_moe_ckpt.process._stall import HookClock as HookClock
+from lightning_moe_ckpt.process._stall import Overhead as Overhead
 from lightning_moe_ckpt.process._stall import StallMeter as StallMeter
 from lightning_moe_ckpt.process._stall import clocked as clocked
 from lightning_moe_ckpt.process._stop_signal import EXIT_STATUS as EXIT_STATUS

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, Concatenate, Protocol, TypeVar
 
@@ -135,3 +136,41 @@ def clocked(hook: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C, P],
             clock.start = None
 
     return timed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overhead:
+    """Cost of checkpoints on this rank, as shares of training's time; steps of a replay do not count."""
+
+    target: float | None = None
+    """`overhead_target`."""
+    hooks: float = 0.0
+    """Share of the training thread in hooks, from the first step on."""
+    tiers: dict[str, float] = field(default_factory=dict)
+    """Measured share by which steps were longer while each tier worked; `host` stands for copies to memory."""
+    recent: float = 0.0
+    """Share of hooks and tiers in the second half of training so far."""
+    gap_steps: int = 0
+    """Least steps from one window's start to the next now; 0 for no limit."""
+    rest_seconds: dict[str, float] = field(default_factory=dict)
+    """Seconds that each tier now rests between generations."""
+    start_seconds: float = 0.0
+    """Seconds in hooks from the start of the fit to the first batch."""
+    end_seconds: float = 0.0
+    """Seconds that the end of the fit waited until everything was durable."""
+    advice: str = ""
+    """Steps between windows that would meet the target, where those that the user gave cost more; else empty."""
+
+    @property
+    def share(self) -> float:
+        """Share of hooks and tiers in training's time, from the first step on."""
+        return self.hooks + sum(self.tiers.values())
+
+    def __str__(self) -> str:
+        tiers = "".join(f", {share:.1%} by {tier} at work" for tier, share in self.tiers.items() if share >= 5e-4)
+        target = "no target" if self.target is None else f"overhead_target={self.target:g}"
+        return (
+            f"checkpoints cost {self.share:.1%} of training's time ({target}), {self.recent:.1%} in its second half: "
+            f"{self.hooks:.1%} in hooks{tiers}; besides, the start took {self.start_seconds:.2f} s and the end "
+            f"{self.end_seconds:.2f} s{self.advice and f'; {self.advice}'}"
+        )

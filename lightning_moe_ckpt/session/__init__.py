@@ -4,6 +4,5 @@ Internal: may change in any version.
 """
 
 from lightning_moe_ckpt.session._job import SessionJob as SessionJob
-from lightning_moe_ckpt.session._pacing import Overhead as Overhead
 from lightning_moe_ckpt.session._report import Report as Report
 from lightning_moe_ckpt.session._session import CheckpointSession as CheckpointSession

@@ -22,7 +22,7 @@ from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.errors import ConfigurationError, RingFull, UnsupportedOptimizer
 from lightning_moe_ckpt.journal import Journal
-from lightning_moe_ckpt.planning import Planner
+from lightning_moe_ckpt.planning import PlanMaker, Planner
 from lightning_moe_ckpt.session._job import SessionJob
 from lightning_moe_ckpt.session._sealing import Sealing
 from lightning_moe_ckpt.session._tiers import Tiers
@@ -54,13 +54,13 @@ class WindowMemory:
         self,
         job: SessionJob,
         tiers: Tiers,
-        plans: Planner,
+        maker: PlanMaker,
         rings: Rings,
         *,
         leave_ring: Callable[[], None],
         failed: Callable[[str], None],
     ) -> None:
-        self._exchange, self._tiers, self._plans, self._chained = job.exchange, tiers, plans, bool(job.policy.chains)
+        self._exchange, self._tiers, self._maker, self._chained = job.exchange, tiers, maker, bool(job.policy.chains)
         self._rings, self._least_steps, self._leave_ring, self._failed = rings, job.least_steps, leave_ring, failed
         self._generations: int | Literal["auto"] = job.config.memory_generations
         self.copies = WindowCopies(job.engine)
@@ -70,8 +70,7 @@ class WindowMemory:
         """The plan's layout of a difference; `None` if the policy takes none."""
 
     def use(self, layout: WindowLayout) -> bool:
-        """Put a plan in force from the next window on; return `False` if the plan does not fit the ring. All ranks call
-        it.
+        """Put a plan in force from the next window on; return `False` if it does not fit the ring. On all ranks.
 
         Raises:
             ConfigurationError: on every rank, if any rank has no memory for its first ring.
@@ -99,8 +98,8 @@ class WindowMemory:
     def grow_journal(self, nbytes: int, following: WindowLayout | None) -> tuple[WindowLayout | None, bool]:
         """Lay plans out for journals of `nbytes`; return the following plan, and whether all ranks have room. Collective."""
         assert self.layout is not None
-        layout = self._plans.relayout(self.layout, nbytes)
-        following = None if following is None else self._plans.relayout(following, nbytes)
+        layout = self._maker.enlarged(self.layout, nbytes)
+        following = None if following is None else self._maker.enlarged(following, nbytes)
         if not self.fitted(layout):
             return None, False
         self._put(layout)
@@ -108,7 +107,7 @@ class WindowMemory:
 
     def fits(self, layout: WindowLayout) -> bool:
         """Return whether a layout's windows fit into this rank's ring."""
-        link_nbytes = self._plans.differential(layout).slot_nbytes if self._chained else 0
+        link_nbytes = self._maker.differential(layout).slot_nbytes if self._chained else 0
         return self.ring.fits(layout.room, link_nbytes=link_nbytes)
 
     def fitted(self, layout: WindowLayout) -> bool:
@@ -148,7 +147,7 @@ class WindowMemory:
         assert self._generations != "auto"
         ring = self._rings.make(room := self._room(layout, self._generations))
         parts = {**room.purposes, "copies of other ranks": self._tiers.reserved().get(PEER, 0)}
-        journals, captured = len(layout.steps) * self._plans.journal_nbytes, layout.nbytes - sum(layout.copied)
+        journals, captured = len(layout.steps) * self._maker.journal.nbytes, layout.nbytes - sum(layout.copied)
         log.info(
             "shared memory: host %s for %d generations (%s); each has %s of journals and %s captured for other ranks",
             *(size_text(self._tiers.reserved().get(HOST, 0)), room.blocks),
@@ -160,7 +159,7 @@ class WindowMemory:
     def _room(self, layout: WindowLayout, generations: int) -> RingRoom:
         """Return the room for a layout's windows."""
         has_peers = any(worker.name == PEER for worker in self._tiers.workers)
-        room, busy = self._plans.room(layout, generations), self._least_steps <= len(layout.steps)
+        room, busy = self._maker.room(layout, generations), self._least_steps <= len(layout.steps)
         return replace(
             room, copies=1 + has_peers, back_to_back=busy
         )  # of two copies one completes other nodes' generations
@@ -176,10 +175,10 @@ class WindowMemory:
         self._generations = most if layout.record.plan.partial else min(chosen, most)
 
     def _put(self, layout: WindowLayout) -> None:
-        if not layout.record.plan.partial and self.ring.block >= 2 * (block := self._plans.room(layout, 2).block):
+        if not layout.record.plan.partial and self.ring.block >= 2 * (block := self._maker.room(layout, 2).block):
             self.ring.lay(block)  # shorter windows leave room for more of them
         self.layout = layout
-        self.difference = self._plans.differential(layout) if self._chained else None
+        self.difference = self._maker.differential(layout) if self._chained else None
         self._tiers.planned(self._exchange, self.ring, layout)
 
     def _replace_ring(self, make: Callable[[], SegmentRing], *, wanted: bool) -> bool:
@@ -215,7 +214,9 @@ class CaptureSession:
         self.failures: list[str] = []
         """Reasons why windows were spoiled; the owner reports and clears them."""
         self.sealing = Sealing(job, tiers, plans, self.failures)
-        self.memory = WindowMemory(job, tiers, plans, rings, leave_ring=self._leave_ring, failed=self._failed_memory)
+        self.memory = WindowMemory(
+            job, tiers, plans.maker, rings, leave_ring=self._leave_ring, failed=self._failed_memory
+        )
         self._given_up: GenerationId | None = None
         """Generation of an aborted window: tiers may still read from it, so no other window gets its name."""
         self.window: Window | None = None
@@ -358,9 +359,15 @@ class CaptureSession:
 
     def complete_seal(self, *, wait: bool = True) -> None:
         """Complete the newest boundary after `seal`, and its window. Without `wait`, skip a device's copies."""
-        step, window = self.sealing.complete(wait=wait), self.window
+        step, window, ended = self.sealing.complete(wait=wait), self.window, self._ended
         if window is not None and step == window.generation.step:
             self._finish(window)
+        elif (
+            ended is not None and not ended.is_settled
+        ):  # one step after its last boundary: a restart goes back no further
+            ended.is_settled = True
+            with self._stalls.measure("flush"):
+                self._tiers.settle(FLUSH_TIMEOUT.total_seconds())
 
     def hear(self, *, filling: GenerationId | None = None) -> None:
         """Exchange the tiers' votes. Collective; `filling` as in `Tiers.agreed`."""
@@ -418,9 +425,8 @@ class CaptureSession:
                 self._tiers.flush(FLUSH_TIMEOUT.total_seconds(), paced_only=True)
                 self.hear()
         generation = self._name(step + len(layout.steps) - 1)
-        self.window = window = Window(
-            generation=generation, first=step, layout=layout, ring=ring, is_chained=chain is not None, is_link=link
-        )
+        window = Window(generation=generation, first=step, layout=layout, ring=ring, is_settled=not self._tiers.bounded)
+        window.is_chained, window.is_link, self.window = chain is not None, link, window
         ring.begin_window(generation, is_link=link)
         if not layout.record.plan.partial:
             self._tiers.offer(self._complete)  # the next partial one is newer, with the operators that tiers lack most
@@ -488,36 +494,29 @@ class CaptureSession:
         self._complete = None
 
     def _make_room(self, *, link: bool) -> str | None:
-        """Make room for a window; return the reason if some rank has none, else `None`. Collective."""
-        if self._has_room_now(link=link):
-            return None
-        if (self._chain is not None or not self.memory.is_short) and self._has_room_after_flush(link=link):
-            return None
-        if self._chain is None:  # with a newer generation, tiers let go of the one they hold
-            self._tiers.make_room(self._complete)
-        ring = self.memory.ring
+        """Make room for a window; return the reason if some rank has none, else `None`. Collective.
+
+        All ranks hear what may go, then wait for transfers that hold slots, kind by kind, until each ring has room.
+        """
+        chained, tiers = self._chain is not None, self._tiers
+        waits = [tiers.settle] if chained else []  # a base on all ranks' memory makes all the room there is
+        waits += [tiers.flush] if chained or tiers.bounded or not self.memory.is_short else []
+        # Once: where storage does not answer, windows are missed, and training does not wait for each of them.
+        waits += [tiers.drain] if tiers.bounded and not self.missed_windows.in_a_row else []
+        for wait in (None, *waits):
+            if wait is not None:
+                with self._stalls.measure("flush"):
+                    if chained or not self.memory.has_room():
+                        wait(FLUSH_TIMEOUT.total_seconds())
+                    self.hear()
+            if self._exchange.all_agree(self.memory.has_room(link=link)):
+                return None
+        if not chained:  # with a newer generation, tiers let go of the one they hold
+            tiers.make_room(self._complete)
         return (
-            f"memory has no room ({ring.usage} on this rank, read by {', '.join(self._tiers.busy) or 'nobody'}). If a tier hangs, "
-            "look there; else give `memory_generations=3`, or take generations less often."
+            f"memory has no room ({self.memory.ring.usage} on this rank, read by {', '.join(tiers.busy) or 'nobody'}). If a tier "
+            "hangs, look there; else give `memory_generations=3`, or take generations less often."
         )
-
-    def _has_room_now(self, *, link: bool) -> bool:
-        """Return whether every rank's ring has room for a window, counting recyclable slots. Collective."""
-        return self._exchange.all_agree(self.memory.has_room(link=link))
-
-    def _has_room_after_flush(self, *, link: bool) -> bool:
-        """Wait for transfers that hold slots, then return whether every rank's ring has room. Collective."""
-        seconds = FLUSH_TIMEOUT.total_seconds()
-        with self._stalls.measure("flush"):
-            if self._chain is not None:  # a base on all ranks' memory makes all the room there is
-                self._tiers.settle(seconds)
-                self.hear()
-                if self._has_room_now(link=link):
-                    return True
-            if self._chain is not None or not self.memory.has_room():
-                self._tiers.flush(seconds)
-            self.hear()
-            return self._has_room_now(link=link)
 
     def _spoil(self, reason: str, *, failed: bool = True) -> None:
         self.sealing.spoil(self.window, reason, failed=failed)

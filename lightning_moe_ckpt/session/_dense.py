@@ -40,8 +40,7 @@ class DenseTurns:
         self._every, self._turn = every_n_steps, -1
 
     def due(self, step: int, *, replaying: bool) -> bool:
-        """Return whether boundary `step`, where a window could begin, takes a dense generation instead; the same on all
-        ranks.
+        """Return whether boundary `step`, where a window could begin, takes a dense generation instead, on all ranks alike.
 
         Never in replay, whose frozen parts are of an older step. A run's first generation is dense already.
         """
@@ -53,9 +52,7 @@ class DenseTurns:
 
 
 class DenseCapture:
-    """Take dense generations of one incarnation; `worker` belongs to the tier that gets them, `plans` adds entries to
-    journals and markers.
-    """
+    """Take dense generations of one incarnation, for the tier of `worker`; `plans` adds entries to journals and markers."""
 
     def __init__(
         self, job: SessionJob, *, name: Callable[[int], GenerationId], worker: PersistWorker, plans: Planner
@@ -90,8 +87,7 @@ class DenseCapture:
             return generation if self._job.exchange.all_agree(held) else None
 
     def begin(self, step: int, start: Journal) -> None:
-        """Capture the whole state, to be stored while training goes on; wait for the copies, since passes may change
-        weights.
+        """Capture the whole state, to be stored beside training; wait for the copies, since passes may change weights.
 
         Without memory this logs an error, takes nothing, and training goes on.
 

@@ -82,8 +82,7 @@ class Restoring(NamedTuple):
 def open_run(job: SessionJob, planner: Planner, *, load: bool) -> tuple[OpenRun, Restoring | None]:
     """Open the run and make its parts, with one worker per tier, in the same order on all ranks; and begin to `load`. Collective.
 
-    Where constants change what trains, another planner takes the place of `planner`. `load` is that of `Planner.settle`; ranks may differ
-    in it.
+    Where constants change what trains, another planner takes the place of `planner`. Ranks may differ in `load`, see `Planner.settle`.
     """
     config, policy, view, groups, exchange = job.config, job.policy, job.view, job.groups, job.exchange
     identity = Identity.of_job(job.operators, view, groups, job.autocast_dtype, exchange)
@@ -163,7 +162,7 @@ def _joined(
     )
     workers = [HostWorker(memory, markers), storage, *peers]
     paced = None if policy.chains else job.config  # differences are taken at every step
-    tiers = Tiers(workers, watcher=planner.tokens, config=paced, speaks=is_first)
+    tiers = Tiers(workers, watcher=planner.tokens, config=paced, bound=policy.bound, speaks=is_first)
     planner.joined(workers)
     return OpenRun(
         *(job, opener, found, planner, memory, storage, tiers),

@@ -16,8 +16,11 @@ Captures come first, since most restarts need the newest generation in memory: w
 target allows. The rest of the target is for tiers, which rest between generations accordingly, but never longer than a
 given time. A quarter of the target belongs to tiers whatever captures cost.
 
-The exchange that opens a window carries every rank's measurements, and the largest decides. So all ranks have windows
-at the same steps.
+Steps between windows that a user has given are a *bound*, kept whatever it costs: only tiers rest, and the number that
+would meet the target is said. Where windows leave no quiet steps, tiers are compared with steps of captures alone, and
+captures cost what hooks take.
+
+The exchange that opens a window carries each rank's measurements, and the largest decide, so ranks have equal windows.
 
 Source: CheckFreq (2021), Sec. 4.3, which also adapts a period to a target; we differ in measuring tiers apart from
 captures, and in paying back earlier cost.
@@ -30,12 +33,13 @@ import time
 from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import IntEnum
-from typing import Protocol
+from itertools import chain
+from typing import NamedTuple, Protocol
 
 from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt.process import Overhead
 from lightning_moe_ckpt.session._window import PacingVote
 
 log = rank_logger(__name__)
@@ -89,8 +93,7 @@ class Paced(Protocol):
         """Whether no generation is under way."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Costs:
+class Costs(NamedTuple):
     """Costs on one rank, or the largest of all ranks, in seconds."""
 
     known: bool
@@ -106,41 +109,17 @@ class Costs:
     tiers: tuple[tuple[float, float], ...] = ()
     """Per tier: seconds by which a generation makes steps longer, and seconds for which the tier is at work."""
 
+    def row(self) -> tuple[int, ...]:
+        """Return the seconds in microseconds, in the order of the fields."""
+        return tuple(round(each * _PPM) for each in (*self[1:-1], *chain.from_iterable(self.tiers)))
 
-@dataclass(frozen=True, kw_only=True)
-class Overhead:
-    """Cost of checkpoints on this rank, as shares of training's time; steps of a replay do not count."""
-
-    target: float | None = None
-    """`overhead_target`."""
-    hooks: float = 0.0
-    """Share of the training thread in hooks, from the first step on."""
-    tiers: dict[str, float] = field(default_factory=dict)
-    """Measured share by which steps were longer while each tier worked; `host` stands for copies to memory."""
-    recent: float = 0.0
-    """Share of hooks and tiers in the second half of training so far."""
-    gap_steps: int = 0
-    """Least steps from one window's start to the next now; 0 for no limit."""
-    rest_seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds that each tier now rests between generations."""
-    start_seconds: float = 0.0
-    """Seconds in hooks from the start of the fit to the first batch."""
-    end_seconds: float = 0.0
-    """Seconds that the end of the fit waited until everything was durable."""
-
-    @property
-    def share(self) -> float:
-        """Share of hooks and tiers in training's time, from the first step on."""
-        return self.hooks + sum(self.tiers.values())
-
-    def __str__(self) -> str:
-        tiers = "".join(f", {share:.1%} by {tier} at work" for tier, share in self.tiers.items() if share >= 5e-4)
-        target = "no target" if self.target is None else f"overhead_target={self.target:g}"
-        return (
-            f"checkpoints cost {self.share:.1%} of training's time ({target}), {self.recent:.1%} in its second half: "
-            f"{self.hooks:.1%} in hooks{tiers}; besides, the start took {self.start_seconds:.2f} s and the end "
-            f"{self.end_seconds:.2f} s"
-        )
+    @classmethod
+    def largest(cls, votes: Sequence[PacingVote]) -> Costs:
+        """Return the largest costs of all ranks."""
+        columns = zip(*(vote.costs for vote in votes), strict=True)
+        step, base, window, owed, *tiers = (max(column) / _PPM for column in columns)
+        known, pairs = all(vote.is_known for vote in votes), tuple(zip(tiers[::2], tiers[1::2], strict=True))
+        return cls(known, max(step, 1 / _PPM), base, window, owed, pairs)
 
 
 def next_gap(gap: int, costs: Costs, *, period: int, share: float, most: float) -> int:
@@ -299,17 +278,18 @@ class MeasuredSteps:
     Args:
         workers: workers of all tiers; those that take every generation belong to captures.
         clock: returns seconds.
+        bounded: whether windows may leave no quiet steps for good.
     """
 
-    def __init__(self, workers: Sequence[Paced], clock: Callable[[], float]) -> None:
+    def __init__(self, workers: Sequence[Paced], clock: Callable[[], float], *, bounded: bool = False) -> None:
         self._memory = [worker for worker in workers if worker.takes_every]
         self.tiers = [_TierCost(worker) for worker in workers if not worker.takes_every]
-        self.captures, self._clock = _CaptureCost(), clock
+        self.captures, self._clock, self._bounded = _CaptureCost(), clock, bounded
         self._kind = StepKind.QUIET
         self._last: tuple[float, float, float] | None = None
         """Time, seconds in hooks and seconds of validation at the last step's end; `None` before, and in a replay."""
-        self._quiet, self._base = _Quiet(), _Samples()
-        """Quiet steps: seconds outside of hooks, and seconds in hooks."""
+        self._quiet, self._alone, self._base = _Quiet(), _Quiet(), _Samples()
+        """Seconds outside of hooks in quiet steps, and in steps with captures alone; seconds in hooks of quiet steps."""
         self._waiting: deque[tuple[bool, int, float]] = deque(maxlen=_WAITING_STEPS)
         """Steps to be compared: whether captures worked, bits of the tiers at work, and seconds outside of hooks."""
         self.steps, self.seconds, self._hooks, self.window_nbytes = 0, 0.0, 0.0, 0
@@ -345,20 +325,28 @@ class MeasuredSteps:
             return
         (self.captures.hooks if captured else self._base).append(in_hooks)
         body = total - in_hooks - (validated - last[2])
-        if not captured and not touched:
-            self._quiet.add(body, self.steps)
-        else:
+        if captured or touched:
             self._waiting.append((captured, touched, body))
-        if len(self._quiet) >= _SOME_STEPS:
+        else:
+            self._quiet.add(body, self.steps)
+        if self._bounded and captured and not touched:
+            self._alone.add(body, self.steps)
+        if self._waiting and len(basis := self._basis) >= _SOME_STEPS:
             while self._waiting:
-                self._compare(*self._waiting.popleft())
+                self._compare(basis, *self._waiting.popleft())
 
-    def _compare(self, captured: bool, touched: int, body: float) -> None:  # of a queue
+    @property
+    def _basis(self) -> _Quiet:
+        """Steps with which others are compared."""
+        none = len(self._quiet) < _SOME_STEPS or self.steps - self._quiet.newest >= _WAITING_STEPS
+        return self._alone if self._bounded and none else self._quiet
+
+    def _compare(self, basis: _Quiet, captured: bool, touched: int, body: float) -> None:  # of a queue
         """Charge captures, or tiers, with a step's time beyond the mean of quiet steps.
 
         If both worked, captures are charged with their mean cost without tiers, and tiers with the rest.
         """
-        more, captures = self._quiet.more(body), self.captures
+        more, captures = basis.more(body), self.captures
         if captured and not touched:
             captures.longer.append(more)
         through_captures = (more if not touched else captures.longer.mean()) if captured else 0.0
@@ -371,10 +359,11 @@ class MeasuredSteps:
 
     def costs(self, target: float) -> Costs:
         """Return this rank's costs; `owed` is in view of the `target`."""
-        base, known = self._base.mean(), len(self._quiet) >= _SOME_STEPS
-        step = self._quiet.mean + base if known else self.seconds / max(1, self.steps)
+        base, basis = self._base.mean(), self._basis
+        known = len(basis) >= _SOME_STEPS
+        step = basis.mean + base if known else self.seconds / max(1, self.steps)
         return Costs(
-            known=known and self.steps - self._quiet.newest < _WAITING_STEPS,
+            known=known and self.steps - basis.newest < _WAITING_STEPS,
             step=max(step, 1e-6),
             base=base,
             window=self.captures.per_window(base),
@@ -409,6 +398,7 @@ class Governor:
         workers: workers of all tiers; tiers that take every generation never rest.
         target: share of training's time that checkpoints may cost; `None` only measures.
         at_least: most time from one generation of a tier to the next.
+        bound: see `Policy.bound`.
         speaks: whether to log decisions here.
         least_seconds: seconds of training before the first decision.
         least_steps: steps of training before the first decision.
@@ -421,12 +411,13 @@ class Governor:
         *,
         target: float | None,
         at_least: timedelta,
+        bound: str = "",
         speaks: bool = False,
         least_seconds: float = 1.0,
         least_steps: int = 20,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.measured, self._clock = MeasuredSteps(workers, clock), clock
+        self.measured, self._clock = MeasuredSteps(workers, clock, bounded=bool(bound)), clock
         self._target, self._at_least, self._speaks = target, at_least.total_seconds(), speaks
         self._least_seconds, self._least_steps = least_seconds, least_steps
         self.gap_steps = 0
@@ -439,6 +430,7 @@ class Governor:
         self._asked = False
         """Whether the votes under way carry costs."""
         self._said: dict[str, float] = {}
+        self._bound, self._advice = bound, ""
 
     def idle_for(self, worker: Paced) -> int:
         """Return the microseconds for which a tier has been idle here, at least 1; 0 while at work."""
@@ -466,6 +458,7 @@ class Governor:
             rest_seconds=dict(self.rest_seconds),
             start_seconds=start_seconds,
             end_seconds=end_seconds,
+            advice=self._advice,
         )
 
     def vote(self, period_steps: int) -> PacingVote | None:
@@ -484,40 +477,33 @@ class Governor:
         is_large = int(self.measured.window_nbytes >= _LARGE_NBYTES)
         if not self._asked or self.measured.seconds < self._least_seconds:
             step = round(self.measured.seconds / max(1, steps) * _PPM)  # 0 before the first: not known
-            return PacingVote(0, 0, is_large, step, 0, 0, 0, (0, 0) * len(self.rest_seconds))
+            return PacingVote(0, 0, is_large, (step, 0, 0, 0) + (0, 0) * len(self.rest_seconds))
         costs = self.measured.costs(self._target)
-        step, base, window, owed = (round(each * _PPM) for each in (costs.step, costs.base, costs.window, costs.owed))
-        tiers = tuple(round(each * _PPM) for tier in costs.tiers for each in tier)
-        return PacingVote(1, int(costs.known), is_large, step, base, window, owed, tiers)
+        return PacingVote(1, int(costs.known), is_large, costs.row())
 
     def agreed(self, votes: Sequence[PacingVote]) -> None:
         """Take all ranks' votes, and decide if all of them are due."""
         if self._target is None:
             return
         if not self._decided and any(vote.is_large for vote in votes):  # until there is something to decide by
-            most = self._at_least * _PPM / max(1, *(vote.step for vote in votes))
+            most = 0.0 if self._bound else self._at_least / Costs.largest(votes).step
             self.gap_steps = int(min(max(self._period + _PROBE_STEPS, self._least_steps), most))
             self.rest_seconds = dict.fromkeys(self.rest_seconds, self._at_least)
         if not self._asked or not all(vote.is_due for vote in votes):
             return
         self._decided = self.measured.steps
-        tiers = [max(column) / _PPM for column in zip(*(vote.tiers for vote in votes), strict=True)]
-        costs = Costs(
-            known=all(vote.is_known for vote in votes),
-            step=max(1, *(vote.step for vote in votes)) / _PPM,
-            base=max(vote.base for vote in votes) / _PPM,
-            window=max(vote.window for vote in votes) / _PPM,
-            owed=max(vote.owed for vote in votes) / _PPM,
-            tiers=tuple(zip(tiers[::2], tiers[1::2], strict=True)),
-        )
-        self._decide(costs, self._target)
+        self._decide(Costs.largest(votes), self._target)
 
     def _decide(self, costs: Costs, target: float) -> None:
         allowed = max(target - costs.base / costs.step, target * _LEAST_PART)
         costly = sum(1 for cost, _ in costs.tiers if cost > 0)
         for_captures = allowed * (1 - _LEAST_PART) if costly else allowed
         before = max(self.gap_steps, self._period)
-        self.gap_steps = next_gap(self.gap_steps, costs, period=self._period, share=for_captures, most=self._at_least)
+        if self._bound:
+            costs = self._keep_to_bound(costs, target, for_captures)
+        else:
+            most = self._at_least
+            self.gap_steps = next_gap(self.gap_steps, costs, period=self._period, share=for_captures, most=most)
         apart = max(self.gap_steps, self._period)
         if self._is_news("windows", apart, self._period):
             log.info(
@@ -536,6 +522,20 @@ class Governor:
                     "a generation in %s costs %.2f s of training (overhead_target=%g): it now rests for %.1f s after each",
                     *(name, cost, target, rest),
                 )
+
+    def _keep_to_bound(self, costs: Costs, target: float, share: float) -> Costs:
+        """Say what the bound costs beyond the target, and what would not; return the costs by which tiers rest."""
+        cost = (costs.base + costs.window / self._period) / costs.step
+        met = max(self._period + 1, math.ceil(costs.window / (share * costs.step)))
+        self._advice = ""
+        if cost > target:
+            told = f"{self._bound} costs {cost:.1%} of a step; the target is {target:.1%}"
+            self._advice = f"{told}; every_n_steps={met} would meet it"
+            if self._speaks and "bound" not in self._said:
+                self._said["bound"] = cost
+                log.warning("%s. It is kept to, and tiers rest longer", self._advice)
+        # What captures owe is never paid back, and tiers would rest for it for good.
+        return costs._replace(owed=0.0) if cost > share else costs
 
     def _is_news(self, what: str, now: float, first: float) -> bool:
         """Return whether a value has changed by more than a factor of two since it was logged."""

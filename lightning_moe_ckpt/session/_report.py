@@ -11,8 +11,7 @@ from typing_extensions import override
 from lightning_moe_ckpt._units import size_text, time_text
 from lightning_moe_ckpt.native import BubbleFigures
 from lightning_moe_ckpt.planning import LossFigures
-from lightning_moe_ckpt.process import HookClock
-from lightning_moe_ckpt.session._pacing import Overhead
+from lightning_moe_ckpt.process import HookClock, Overhead
 from lightning_moe_ckpt.tiers import DeltaFigures, RedundancyFigures
 
 if TYPE_CHECKING:
@@ -52,8 +51,7 @@ class Report:
     generations_complete: int
     generations_committed: int
     generations: dict[str, int]
-    """Newest whole generation in each tier, by the boundary at which it is dense; tiers without a generation are left
-    out.
+    """Newest whole generation in each tier, by the boundary at which it is dense; without one, a tier is left out.
 
     `storage` means committed on the coordinator, and "my part is stored" on other ranks."""
     generations_skipped: dict[str, int]
@@ -152,7 +150,8 @@ class Report:
                 f", {places}" if places else ""
             )
         newest = ", ".join(f"{tier} {step}" for tier, step in self.generations.items()) or "no tier has one yet"
-        lost = [f"{sum(each.values())} {what}" for what, each in self._not_taken.items() if sum(each.values())]
+        not_taken = {"skipped": self.generations_skipped, "failed": self.generations_failed}
+        lost = [f"{sum(each.values())} {what}" for what, each in not_taken.items() if sum(each.values())]
         lines = {
             "resumed from": resumed,
             "steps": f"{self.steps}" + (f", {self.replayed_steps} of them replayed" if self.replayed_steps else ""),
@@ -173,10 +172,6 @@ class Report:
             lines["began anew"] = ", ".join(self.missing_experts)
         width = max(map(len, lines)) + 2
         return "\n".join(f"{name:<{width}}{text}" for name, text in lines.items())
-
-    @property
-    def _not_taken(self) -> dict[str, dict[str, int]]:
-        return {"skipped": self.generations_skipped, "failed": self.generations_failed}
 
 
 class Durations:

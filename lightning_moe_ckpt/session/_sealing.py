@@ -41,8 +41,7 @@ class PassEdits:
     """Whether passes change weights, as `nn.Embedding(max_norm=...)` does, which is unknown before the first change, unless `known`.
 
     Each batch waits for copies during the first window, and always after the first change. In between, copies run
-    beside passes, and a copy that may have met a change is not used. Changes through `.data` wait for copies, see
-    `DataAccess`.
+    beside passes, and a copy that may have met a change is not used. For changes through `.data` see `DataAccess`.
     """
 
     def __init__(self, *, known: bool) -> None:
@@ -87,8 +86,7 @@ _MOVES = {
     Seal.WRITING: {Seal.NONE},
     Seal.SPOILED: {Seal.SPOILED, Seal.NONE},
 }
-"""`capture` moves to CAPTURED, `take` to TAKEN or SPOILED, `begin` to WRITING, `spoil` to SPOILED, `complete` and `forget` to
-NONE."""
+"""Moves: `capture` to CAPTURED, `take` to TAKEN or SPOILED, `begin` to WRITING, `spoil` to SPOILED, others to NONE."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,6 @@
 """Run one incarnation: from finding a generation to resume, over replay and capture, to the last durable byte.
 
-Nothing here depends on Lightning; the callbacks call one method per hook. Every rank calls all methods from the
-training thread, in the same order.
+Nothing here depends on Lightning. Callbacks call one method per hook, on the training thread, in one order on all ranks.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ Source: TierCheck (2026), Sec. 3.3 and Fig. 5.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from datetime import timedelta
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange
@@ -59,16 +59,18 @@ class Tiers:
         *,
         watcher: LedgerKeeper | None = None,
         config: SessionConfig | None = None,
+        bound: str = "",
         speaks: bool = False,
     ) -> None:
         self.workers, self._watcher = list(workers), watcher
-        target, at_least = (
-            (None, timedelta.max) if config is None else (config.overhead_target, config.storage_at_least)
-        )
-        self.governor = Governor(workers, target=target, at_least=at_least, speaks=speaks)
+        config = config or SessionConfig(url="")
+        target, at_least = config.overhead_target, config.storage_at_least
+        self.governor = Governor(workers, target=target, at_least=at_least, bound=bound, speaks=speaks)
         self._lanes = [TierLane(worker=worker, skips=SkipCounter(worker.name)) for worker in workers]
-        self._period_steps = 1
-        """Steps between starts of windows without a limit."""
+        self.bounded = bool(bound)
+        """Whether the user has bounded the steps between generations, so that training waits for them."""
+        self._period_steps, self._has_waited = 1, False
+        """Steps between starts of windows without a limit, and whether a warning of a wait was logged."""
         self.everywhere: dict[str, GenerationId] = {}
         """Newest generation complete on all ranks, by tier."""
 
@@ -196,8 +198,7 @@ class Tiers:
     def wants_whole(self, generation: GenerationId, layout: WindowLayout) -> bool:
         """Return whether a tier without a base for `layout` gets this whole boundary.
 
-        The same on all ranks; ask once before each window. The caller takes the generation and begins it with the
-        worker.
+        The same on all ranks; ask once before each window. The caller begins the generation with the worker.
         """
         if not layout.is_incomplete:
             return False
@@ -274,8 +275,18 @@ class Tiers:
     def settle(self, timeout: float) -> None:
         """Wait for tiers that take every generation, at most `timeout` seconds per tier."""
         for worker in self.workers:
-            if worker.takes_every:
+            if worker.takes_every and not worker.idle:
                 worker.drain(timeout)
+
+    def drain(self, timeout: float) -> None:
+        """Wait for all tiers, at most `timeout` seconds per tier, and warn of a wait of over a second, the first time."""
+        began, busy = time.perf_counter(), ", ".join(self.busy)
+        for worker in self.workers:
+            worker.drain(timeout)
+        if (waited := time.perf_counter() - began) > 1.0 and not self._has_waited:
+            self._has_waited = True
+            what = "which reads memory that a generation was due in. Give `memory_generations=3`, or more steps between two"
+            log.warning("training waited %.1f s for %s, %s", waited, busy, what)
 
     # -- all workers
 
@@ -452,18 +463,12 @@ def build_on_stored(
         stored = exchange.run_on_coordinator(lambda: [commit.to_bytes() for commit in store.candidates()[:1]])
         assert isinstance(stored, list)
         for each in stored:
-            marker = _build_on(Commit.from_bytes(each, "commit of the coordinator"), store, exchange, worker)
-            if completes and marker is not None:
-                tiers.build_on(STORAGE, marker.generation)
+            commit, markers = Commit.from_bytes(each, "commit of the coordinator"), list[RankMarker]()
+            with exchange.raise_together():
+                markers.append(store.read_marker(commit, exchange.rank))
+            if len(commit.steps) == 1:  # a window of several steps holds no states of one step
+                worker.build_on(markers[0])
+                if completes:
+                    tiers.build_on(STORAGE, markers[0].generation)
     except CheckpointError as error:  # on every rank
         log.warning("nothing is built on what storage has, the next generation is stored whole: %s", error)
-
-
-def _build_on(commit: Commit, store: RunStore, exchange: Exchange, worker: PersistWorker) -> RankMarker | None:
-    markers: list[RankMarker] = []
-    with exchange.raise_together():
-        markers.append(store.read_marker(commit, exchange.rank))
-    if len(commit.steps) != 1:
-        return None  # a window of several steps holds no states of one step
-    worker.build_on(markers[0])
-    return markers[0]

@@ -67,19 +67,15 @@ class LaneVote(NamedTuple):
 
 
 class PacingVote(NamedTuple):
-    """One rank's `Costs` before a window, in microseconds."""
+    """One rank's `Costs` before a window."""
 
     is_due: int
     """Whether the rank has measured for long enough."""
     is_known: int
     is_large: int
     """Whether the rank takes so many bytes that the run begins slowly."""
-    step: int
-    base: int
-    window: int
-    owed: int
-    tiers: tuple[int, ...]
-    """Two integers for each tier."""
+    costs: tuple[int, ...]
+    """See `Costs.row`."""
 
 
 class TiersVote(NamedTuple):
@@ -91,19 +87,16 @@ class TiersVote(NamedTuple):
 
     def row(self) -> list[int]:
         """Return the vote as integers."""
-        pacing = () if self.pacing is None else (*self.pacing[:-1], *self.pacing.tiers)
+        pacing = () if self.pacing is None else (*self.pacing[:-1], *self.pacing.costs)
         return [*chain.from_iterable(self.lanes), *pacing]
 
     def read(self, row: Sequence[int]) -> TiersVote:
         """Return the vote in another rank's row, which has as many integers as this vote."""
-        lanes, at, size = [], 0, len(LaneVote._fields)
-        for _ in self.lanes:
-            lanes.append(LaneVote(*row[at : at + size]))
-            at += size
-        if self.pacing is None:
-            return TiersVote(tuple(lanes), None)
-        due, known, large, step, base, window, owed, *tiers = row[at:]
-        return TiersVote(tuple(lanes), PacingVote(due, known, large, step, base, window, owed, tuple(tiers)))
+        size = len(LaneVote._fields)
+        end = size * len(self.lanes)
+        lanes = tuple(LaneVote(*row[at : at + size]) for at in range(0, end, size))
+        due, known, large, *costs = row[end:] or (0, 0, 0)
+        return TiersVote(lanes, None if self.pacing is None else PacingVote(due, known, large, tuple(costs)))
 
 
 def gather_votes(
@@ -136,6 +129,8 @@ class Window:
     segments: list[SealedSegment] = field(default_factory=list)
     workers: list[TierWorker] = field(default_factory=list)
     """Workers of the tiers that take the window."""
+    is_settled: bool = True
+    """Whether training does not wait until memory has the generation."""
     is_chained: bool = False
     """Whether generations may be differences, on all ranks alike."""
     is_link: bool = False

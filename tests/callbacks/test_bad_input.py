@@ -259,6 +259,8 @@ def test_a_place_that_cannot_be_written_stops_all_ranks(tmp_path: Path, obstacle
         ({"retention": 3}, "`SparseCheckpoint(retention=3)` must be a Retention, such as Retention(last=3)"),
         ({"window": 0}, "`SparseCheckpoint(window=0)` must be 'auto' or 1 or more steps"),
         ({"window": -3}, "`SparseCheckpoint(window=-3)` must be"),
+        ({"window": 4, "every_n_steps": 3}, "`SparseCheckpoint(every_n_steps=3)`: a window takes 4 steps"),
+        ({"schedule": [["a"], ["b"]], "every_n_steps": 1}, "a window takes 2 steps, and windows do not overlap"),
         ({"window": "auot"}, "`SparseCheckpoint(window='auot')` must be 'auto'"),
         ({"window": 2.5}, "`SparseCheckpoint(window=2.5)` must be"),
         ({"max_window": 0}, "`SparseCheckpoint(max_window=0)` must be"),

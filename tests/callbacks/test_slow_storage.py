@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +106,52 @@ def test_the_newest_goes_first_and_the_rest_is_counted(
     assert len(skipped) - len(passed_over) <= len(said) // 2, "as an outage ends, memory may have no room for one"
     assert report.generations_skipped == {"storage": len(passed_over)}
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING], "it is routine"
+
+
+class Slow(Callback):
+    """Storage stands still from step 5 on, for some seconds."""
+
+    def __init__(self, gate: Gate, seconds: float) -> None:
+        self.gate, self.seconds = gate, seconds
+
+    def on_train_batch_start(self, trainer: Trainer, *args: object) -> None:
+        if trainer.global_step == 5:
+            self.gate.reached.clear()
+            self.gate.open.clear()
+            threading.Timer(self.seconds, self.gate.open.set).start()
+
+
+@pytest.mark.parametrize(("seconds", "most"), [(1.3, 30.0), (2.0, 0.2)], ids=["in time", "too late"])
+def test_a_number_of_steps_waits_for_storage_where_memory_is_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, seconds: float, most: float
+) -> None:
+    """With two generations storage reads the memory that the next needs: training waits for it, once, and says so. Where it does not
+    answer, windows are missed, the newest whole generation stays, and training goes on.
+    """
+    gate = Gate()
+    monkeypatch.setattr("lightning_moe_ckpt.session._capture.FLUSH_TIMEOUT", timedelta(seconds=most))
+    checkpoint = DenseCheckpoint(
+        tmp_path, every_n_steps=1, memory_generations=2, overhead_target=None, untouched=["callback.Slow.*"]
+    )
+    with gate.before_every_put(monkeypatch), caplog.at_level(logging.INFO, "lightning_moe_ckpt"):
+        fit(checkpoint, Slow(gate, seconds), Paces(), steps=40)
+    report, said = checkpoint.report, [record.message for record in caplog.records]
+    assert report.resumed_from is None
+    if most > seconds:
+        assert (report.windows_skipped, report.generations_complete) == (0, 39)
+        assert report.stall_seconds["flush"] > 1.0
+        assert sum("for storage, which reads memory that a generation was due in" in line for line in said) == 1
+    else:
+        assert report.windows_skipped > 2
+        assert 0.15 < report.stall_seconds["flush"] < 1.0
+        assert "checkpoints are taken again" in "".join(said)
+
+
+class Paces(Callback):
+    """Steps of 20 ms."""
+
+    def on_train_batch_start(self, *args: object) -> None:
+        time.sleep(0.02)
 
 
 def test_a_bandwidth_below_what_training_makes_skips_and_never_stops_it(tmp_path: Path) -> None:

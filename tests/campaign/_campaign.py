@@ -15,8 +15,9 @@ from door import Phase
 
 from campaign._faults import Breaking, memory_of, record_of
 from campaign._overlap import Overlap, run_overlapping
-from campaign._training import Setup, train_in_stages
+from campaign._training import Checkpointing, Setup, train_in_stages
 from campaign._warm import WarmParents
+from lightning_moe_ckpt.planning._budgets import MEASURED_STEPS
 from lightning_moe_ckpt.storage._open import memory_tag
 from lightning_moe_ckpt.testing import AttemptResult, Kill, assert_same_end, run_attempts
 
@@ -38,6 +39,7 @@ HARMLESS = (
     "these settings differ from those of the stored run:",  # `changed_settings` has which
     ": nothing to train, since",
     "training ends in the middle of an accumulation",  # so does the fault-free run
+    "would meet it. It is kept to, and tiers rest longer",
     "was not known to be kept from step to step",  # it costs the windows in which a gradient is first kept, as it says
 )
 """Storage of a busy machine lets generations pass it by, which memory has; a drawn run may be short, and its callbacks may
@@ -107,6 +109,7 @@ class Campaigns:
         for kills, lives in zip(scripts, campaigns, strict=True):
             reference = self.reference(setup, _origin(lives), timeout=options.get("timeout", 60.0))
             _require_same_end(reference, _of_the_run(lives), kills, edited=setup.edits_weights)
+            require_near(lives, setup.checkpointing)
             if not may_complain:
                 harmless = (*HARMLESS, *getattr(setup, "complaints", ()))
                 _require_silence(lives, kills, changed=getattr(setup, "changed", ()), harmless=harmless)
@@ -193,6 +196,25 @@ def _require_silence(
             said = [line for line in complaints if not any(each in line for each in harmless)]
             said += [name for name in changed_settings(life.log(rank)) if name not in changed]
             assert not said, f"{kills}: life {life.index}, rank {rank} said: {said}"
+
+
+def require_near(lives: Sequence[AttemptResult], checkpointing: Checkpointing | None) -> None:
+    """No restart repeats more steps than the numbers that the user gave allow, where every window was taken and memory was left."""
+    most = None if checkpointing is None else checkpointing.most_repeated
+    logs = [life.log(rank) for life in lives for rank in range(life.world_size)]
+    if most is None or any(each in log for log in logs for each in _FARTHER):
+        return
+    trained = [life for life in lives if all(life.steps(rank) for rank in range(life.world_size))]
+    for before, after in itertools.pairwise(trained):
+        ended, begun = min(before.steps(rank)[-1] for rank in range(before.world_size)), after.steps()[0] - 1
+        allowed = most + (0 if before.steps()[0] > 1 else MEASURED_STEPS)  # a fresh start plans after these
+        assert ended - begun <= allowed, (
+            f"life {before.index} ended at step {ended}, and the next began at {begun}\n{before.log()}\n{after.log()}"
+        )
+
+
+_FARTHER = ("not taken", "spoiled", "in a row", "damaged")
+"""Words of lives that told why a restart may be farther back."""
 
 
 def _origin(lives: Sequence[AttemptResult]) -> int:

@@ -320,11 +320,14 @@ def _remembers(setup: Drawn) -> tuple[tuple[str, Place], ...]:
 
 
 def _paced(rng: random.Random, checkpointing: Checkpointing | None) -> Checkpointing | None:
-    """With an overhead that a third of the runs may have, and a time that nothing may rest for longer than."""
+    """In a third of the runs with an overhead that they may have, for which half of these keep windows apart, and a time that nothing
+    may rest for longer than.
+    """
     target, at_least = rng.choice([0.001, 0.03, 0.5]), rng.choice([0.05, 600.0])
     if checkpointing is None or rng.random() > 1 / 3:
         return checkpointing
-    return replace(checkpointing, target=target, at_least=at_least)
+    stretched = random.Random(repr(checkpointing)).random() < 0.5  # beside other draws, which stay what they are
+    return replace(checkpointing, target=target, at_least=at_least, stretched=stretched)
 
 
 def _any_batches(setup: Drawn) -> bool:

@@ -66,13 +66,28 @@ class Checkpointing:
     """`overhead_target`; decisions begin with the first steps, and not after seconds of training."""
     at_least: float = 600.0
     """Seconds of `storage_at_least`."""
+    stretched: bool = False
+    """Whether the cost of windows may keep them apart, as it may where their distance is not the user's."""
     arguments: tuple[tuple[str, Any], ...] = ()
     """Further ones of the callback."""
 
+    @property
+    def most_repeated(self) -> int | None:
+        """Most steps that a restart repeats where each window was taken; `None` if there is no such promise."""
+        if self.stretched or self.policy in ("alternating", "differential") or self.schedule is not None:
+            return None
+        if self.policy == "sparse":
+            return None if self.window == "auto" else 2 * self.window
+        return self.every_n_steps + 1
+
     def make(self, url: str) -> Callback:
         from lightning_moe_ckpt import callbacks
+        from lightning_moe_ckpt.policies import SparsePolicy
+        from lightning_moe_ckpt.policies._policy import PeriodicPolicy
         from lightning_moe_ckpt.session._pacing import Governor
 
+        for policy in (SparsePolicy, PeriodicPolicy) if self.stretched else ():
+            Seam(module=policy.__module__, attribute=f"{policy.__name__}.bound", replacement="").apply()
         if self.target is not None:
             hasty = partial(Governor, least_seconds=0.0, least_steps=4)
             Seam(module="lightning_moe_ckpt.session._tiers", attribute="Governor", replacement=hasty).apply()

@@ -349,7 +349,7 @@ def test_the_journal_that_grows_makes_room_in_the_plan_that_follows() -> None:
     here = planner(k=2)
     run = Run(here, random.Random(0), 1)
     run.window([0] * (2 * NUM_EXPERTS))
-    larger = here.relayout(run._layout, 64 * 4096)
+    larger = here.maker.enlarged(run._layout, 64 * 4096)
     assert larger.record == run._layout.record
     assert larger.steps[0].durable.segment.spans["journal"].nbytes == 64 * 4096
     following = here.take_next()

@@ -155,6 +155,27 @@ def test_periods_count_from_the_first_step() -> None:
     assert [window.due(5, last, 3) for last in (None, 2, 3)] == [True, True, False]
 
 
+@pytest.mark.parametrize("policy", [DensePolicy, PartialPolicy, SelectivePolicy])
+def test_a_period_of_the_users_is_a_bound(policy: type[DensePolicy]) -> None:
+    """A generation that memory had no room for at its turn is due at the next step. A default is no bound, whatever its number."""
+    own, default = policy(every_n_steps=3), policy()
+    assert (own.bound, default.bound) == ("every_n_steps=3", "")
+    assert own.config() == default.config()
+    assert [step for step in range(7, 12) if own.due(step, 3, 1)] == [7, 8, 9, 10, 11]
+    assert [step for step in range(7, 12) if own.due(step, 6, 1)] == [9, 10, 11]
+    assert [step for step in range(1, 250) if default.due(step, 3, 1)] == [*range(default.period, 250, default.period)]
+
+
+def test_steps_of_sparse_windows_that_are_the_users_are_a_bound() -> None:
+    """Of a window, of a schedule, and from one window's start to the next, which does not change stored plans."""
+    window, apart = SparsePolicy(window=3), SparsePolicy(window=3, every_n_steps=5)
+    bounds = [each.bound for each in (window, apart, SparsePolicy(schedule=(("a",), ("b",))), SparsePolicy())]
+    assert bounds == ["window=3", "every_n_steps=5", "steps of the schedule=2", ""]
+    assert window.config() == apart.config()
+    assert (window.least_steps(9), apart.least_steps(9)) == (3, 5)
+    assert [step for step in range(9) if apart.due(step, 2, 3)] == [7, 8]
+
+
 def test_what_a_restart_changes() -> None:
     """K of policies that count, and nothing else."""
     start = TokenLedger.start((4,), k=7)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -46,6 +47,7 @@ class Rank:
     copies: float = 0.0
     """Seconds that a captured step takes longer outside of hooks."""
     noise: float = 0.02
+    bound: str = ""
     at_least: timedelta = timedelta(minutes=10)
     seed: int = 0
     tiers: Sequence[Worker] = field(default_factory=lambda: [Worker("host", takes_every=True), Worker("storage")])
@@ -61,7 +63,14 @@ class Rank:
     """Duration of each step."""
 
     def __post_init__(self) -> None:
-        self.governor = Governor(self.tiers, target=self.target, at_least=self.at_least, clock=lambda: self.now)
+        self.governor = Governor(
+            self.tiers,
+            target=self.target,
+            at_least=self.at_least,
+            bound=self.bound,
+            speaks=True,
+            clock=lambda: self.now,
+        )
         self.rng = random.Random(self.seed)
 
     def step(self, *, captured: bool) -> float:
@@ -82,8 +91,8 @@ class Rank:
         return hooks + slow
 
 
-def train(ranks: Sequence[Rank], steps: int, *, window: int = 4) -> list[float]:
-    """Let ranks train together; return what checkpoints have cost each in the second half, as a share of its time."""
+def train(ranks: Sequence[Rank], steps: int, *, window: int = 4, taken: int | None = None) -> list[float]:
+    """Let ranks train together, with captures in the first `taken` steps of each window; return what checkpoints have cost each in the second half, as a share of its time."""
     last, costs, times = -(10**9), [0.0] * len(ranks), [0.0] * len(ranks)
     for step in range(steps):
         for rank in ranks:
@@ -103,7 +112,7 @@ def train(ranks: Sequence[Rank], steps: int, *, window: int = 4) -> list[float]:
                         tier.left = tier.busy_steps
                         rank.begun.append(rank.now)
         began = [rank.now for rank in ranks]
-        extra = [rank.step(captured=step - last < window) for rank in ranks]
+        extra = [rank.step(captured=step - last < (taken or window)) for rank in ranks]
         if step >= steps // 2:
             costs = [a + b for a, b in zip(costs, extra, strict=True)]
             times = [a + rank.now - b for a, rank, b in zip(times, ranks, began, strict=True)]
@@ -282,6 +291,58 @@ def test_long_steps_are_no_reason_to_wait_for_longer_than_allowed() -> None:
     rank.now += 3.0 - STEP
     train([rank], 1, window=8)
     assert rank.governor.gap_steps in {9, 10}
+
+
+def advice(rank: Rank) -> str:
+    return rank.governor.overhead(start_seconds=0.0, end_seconds=0.0).advice
+
+
+@pytest.mark.parametrize("period", [1, 2, 3])
+def test_a_number_of_steps_is_kept_and_one_that_would_cost_less_is_said_once(
+    period: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the number that was said instead, the target is met."""
+    bound = f"every_n_steps={period}"
+    rank = Rank(bound=bound, hooks=0.0001, capture=0.1 * STEP)
+    for _ in range(30):
+        train([rank], 100, window=period, taken=1)
+        assert rank.governor.gap_steps == 0
+    said = [record.message for record in caplog.records]
+    assert len(said) == 1, said
+    assert said[0].startswith(f"{bound} costs ")
+    found = re.fullmatch(
+        rf"{bound} costs (.*)% of a step; the target is 3.0%; every_n_steps=(\d+) would meet it", advice(rank)
+    )
+    assert found is not None, advice(rank)
+    assert float(found[1]) == pytest.approx(10 / period, abs=0.6)
+    assert f"; {found[0]}" in str(rank.governor.overhead(start_seconds=0.0, end_seconds=0.0))
+    steps = int(found[2])
+    assert 3 < steps <= 5
+    other = Rank(bound=f"every_n_steps={steps}", hooks=0.0001, capture=0.1 * STEP)
+    assert train([other], 3000, window=steps, taken=1)[0] < 0.03
+    assert advice(other) == ""
+
+
+@pytest.mark.parametrize("hooks", [0.0, 0.1 * STEP])
+def test_tiers_rest_by_what_they_cost_although_every_step_takes_something(hooks: float) -> None:
+    """Steps with captures alone show what they cost; a quarter of the target is theirs, and no debt of captures."""
+    rank = Rank(bound="window=4", capture=hooks, tiers=[Worker("host", takes_every=True), Worker("storage", 20, 0.4)])
+    train([rank], 12000)
+    found = rank.governor.overhead(start_seconds=0.0, end_seconds=0.0)
+    assert rank.governor.gap_steps == 0
+    assert 0.25 * 0.03 / 2 < found.tiers["storage"] < 0.036
+    assert bool(hooks) == bool(advice(rank))
+    assert len(rank.begun) > 5
+
+
+def test_a_large_state_does_not_begin_slowly_where_steps_are_the_users() -> None:
+    """Storage rests until its cost is known all the same."""
+    tiers = [Worker("host", takes_every=True), Worker("storage", 6, 0.2)]
+    rank = large_rank(bound="window=8", capture=0.02, tiers=tiers)
+    for _ in range(50):
+        train([rank], 10, window=8)
+        assert rank.governor.gap_steps == 0
+    assert rank.governor.rest_seconds["storage"] > 0
 
 
 def test_the_rest_of_a_new_decision_holds_for_the_window_at_hand() -> None:
