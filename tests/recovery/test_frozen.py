@@ -149,6 +149,7 @@ def test_a_step_that_asks_for_gradients_of_weights_is_replayed(tmp_path: Path) -
 
 
 EXPERTS, ENDS = 5, (3, 3, 20, 29, 37)
+IDS, MASK = torch.tensor([4, 0, 2, 2, 1, 3, 0, 4, 4]), torch.tensor([True, False, True, True, True])
 
 
 def _in_groups(x_NK: Tensor, w_EKM: Tensor) -> Tensor:
@@ -169,13 +170,26 @@ USES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
     "batch, autocast": (_under_autocast, True),
     "groups": (_in_groups, True),
     "groups, transposed": (lambda x, w: _in_groups(x, w.transpose(-2, -1)), True),
-    "by keyword": (lambda x, w: torch.stack(torch.unbind(input=x @ w.transpose(dim0=1, dim1=2))), False),
+    "by keyword": (lambda x, w: torch.stack(torch.unbind(input=x @ w.transpose(dim0=1, dim1=2))), True),
+    "permuted": (lambda x, w: x @ w.permute(0, 2, 1), True),
+    "halves of rows": (lambda x, w: torch.cat([x @ half for half in w.chunk(2, dim=2)], 2), True),
+    "runs of rows": (lambda x, w: torch.cat([x[:2] @ w[:2], x[2:] @ w.narrow(0, 2, 3)]), True),
+    "in another type": (lambda x, w: x.double() @ w.to(torch.float64), True),
+    "reshaped": (lambda x, w: x @ w.flatten(1).view(EXPERTS, 48, 48).contiguous(), True),
+    "stack first": (lambda x, w: torch.bmm(w, x.mT), True),
+    "gathered": (lambda x, w: torch.bmm(w[IDS], x[:, 0][IDS].unsqueeze(-1)).squeeze(-1), True),
+    "gathered by a function": (lambda x, w: torch.bmm(x[:, :2][IDS], w.index_select(0, IDS)), True),
+    "by equation": (lambda x, w: torch.einsum("enk,ekm->enm", x, w), True),
+    "by equation, transposed": (lambda x, w: torch.einsum("e n k, e m k -> e n m", x, w), True),
+    "gathered by pairs": (lambda x, w: x[:, :1, None] @ w[torch.stack([IDS[:EXPERTS], IDS[-EXPERTS:]], 1)], False),
+    "masked": (lambda x, w: x[MASK] @ w[MASK], False),
+    "in another order": (lambda x, w: x @ w.flip(0), False),
     "transposed over experts, by keyword": (
         lambda x, w: x[:1].expand(48, -1, -1)[..., :EXPERTS] @ w.transpose(dim0=0, dim1=1),
         False,
     ),
     "of four dimensions": (lambda x, w: x @ w.view(EXPERTS, 1, 48, 48), False),
-    "all at once": (lambda x, w: torch.einsum("enk,ekm->enm", x, w), False),
+    "over experts": (lambda x, w: torch.einsum("enk,ekm->nm", x, w), False),
     "elementwise": (lambda x, w: x[:, :1] * w.sum(-1, keepdim=True).mT, False),
 }
 """Ways to use a stack, and whether rows are left out in them."""
