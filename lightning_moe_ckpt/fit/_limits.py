@@ -97,13 +97,15 @@ def _calls(trainer: Trainer, module: LightningModule, skip: tuple[type[Callback]
     )
 
 
-def may_leave_out(trainer: Trainer, module: LightningModule, skip: tuple[type[Callback], ...]) -> bool:
+def may_leave_out(trainer: Trainer, module: LightningModule) -> bool:
     """Return whether gradients may be omitted, for which `DistributedDataParallel` would wait for ever.
 
-    Arguments as of `gradients_are_seen`.
+    A hook may keep gradients that the module's own `optimizer_zero_grad` leaves in place.
     """
-    return not gradients_are_seen(trainer, module, skip) and not (
-        isinstance(trainer.model, DistributedDataParallel) or is_sharded(module)
+    return not (
+        isinstance(trainer.model, DistributedDataParallel)
+        or is_sharded(module)
+        or is_overridden("optimizer_zero_grad", module)
     )
 
 

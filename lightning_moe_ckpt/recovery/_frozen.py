@@ -29,6 +29,9 @@ from lightning_moe_ckpt.parallel import stepped_of
 
 # Shape suffixes: E experts of a stack.
 
+ANY_GRADIENT = "*"
+"""Name of all gradients, and of tensors that are no parameter of the module."""
+
 
 class Frozen:
     """The frozen operators of a module.
@@ -36,14 +39,23 @@ class Frozen:
     Args:
         module: holds the parameters.
         operators: operators of the module.
-        may_skip: whether gradients may be left out at all (not under plain DDP, nor in compiled programs).
+        may_skip: whether gradients may be left out at all (not under plain DDP).
+        whole: modules in compiled programs, which compute everything.
+        watched: whether hooks may look at any gradient where a journal does not say which ones.
         as_user: gives parameters the user's own `requires_grad`.
     """
 
     def __init__(
-        self, module: nn.Module, operators: OperatorSet, *, may_skip: bool, as_user: Callable[[], None]
+        self,
+        module: nn.Module,
+        operators: OperatorSet,
+        *,
+        may_skip: bool,
+        as_user: Callable[[], None],
+        whole: Collection[nn.Module] = (),
+        watched: bool = False,
     ) -> None:
-        self._module, self._may_skip, self._as_user = module, may_skip, as_user
+        self._may_skip, self._as_user, self._watched = may_skip, as_user, watched
         self._operators: dict[str, list[Operator]] = defaultdict(list)
         """Operators by parameter."""
         for operator in operators:
@@ -52,11 +64,12 @@ class Frozen:
         self._params = {fqn: param for fqn, param in module.named_parameters() if fqn in self._operators}
         self._owners: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
         """Modules and names by the parameter's identity; several modules may share a parameter."""
-        for owner in module.modules():
+        for owner in (each for each in module.modules() if each not in whole):
             inside = isinstance(owner, nn.MultiheadAttention)  # uses weights of a module that it does not run
             for name, param in owner.named_parameters(recurse=inside, remove_duplicate=False):
                 self._owners[id(param)].append((owner, name))
         self._active: Collection[str] = ()
+        self._seen: Collection[str] = ()
         self._passive: list[nn.Parameter] = []
         """Parameters without a step."""
         self._off: list[nn.Parameter] = []
@@ -64,17 +77,21 @@ class Frozen:
         self._hooks: list[RemovableHandle] = []
         self._dropped: list[tuple[nn.Parameter, Tensor]] = []
 
-    def freeze(self, active: Collection[str]) -> None:
-        """Freeze all operators but `active`; a parameter with an active part still takes its steps."""
+    def freeze(self, active: Collection[str], seen: Collection[str] | None = ()) -> None:
+        """Freeze all operators but `active`; a parameter with an active part still takes its steps.
+
+        Hooks look at the gradients of `seen` parameters, which are computed; `None` if this is not known.
+        """
         self.thaw()
-        self._active = active
+        self._active, self._seen = active, seen if seen is not None else [ANY_GRADIENT] if self._watched else []
+        all_seen = ANY_GRADIENT in self._seen
         shown: dict[nn.Module, dict[str, tuple[nn.Parameter, Tensor | None]]] = defaultdict(dict)
         for fqn, param in self._params.items():
             first = self._operators[fqn][0]
             live = [operator for operator in self._operators[fqn] if operator.name in active]
             if not live:
                 self._passive.append(param)
-            if not self._may_skip or not param.requires_grad:
+            if not self._may_skip or not param.requires_grad or all_seen or fqn in self._seen:
                 continue
             rows_E = None
             if not live and (first.kind == "expert" or param.ndim > 1):
@@ -105,13 +122,14 @@ class Frozen:
     def leave_nothing_out(self) -> None:
         """Let all gradients be computed from here on; frozen parameters still take no step."""
         self._may_skip = False
-        self.freeze(self._active)
+        self.freeze(self._active, self._seen)
 
     def fill_gradients(self) -> None:
         """Set gradients that were not computed to zero; call after backward."""
-        for param in map(stepped_of, self._off):
-            if param.grad is None:
-                param.grad = torch.zeros_like(param)
+        with torch._C.DisableTorchFunction():  # noqa: SLF001  # hooks are watched, see `SeenGradients`
+            for param in map(stepped_of, self._off):
+                if param.grad is None:
+                    param.grad = torch.zeros_like(param)
 
     def drop_gradients(self) -> None:
         """Take frozen parameters' gradients away; call right before the optimizer steps."""
@@ -138,8 +156,9 @@ def _rows(fqn: str, param: Tensor, active: Iterable[Operator]) -> Tensor:
 
 def _showing(module: nn.Module, tensors: Mapping[str, tuple[nn.Parameter, Tensor | None]]) -> list[RemovableHandle]:
     """Shadow a module's parameters by other tensors while the module runs; return the hooks."""
-
-    places = [(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], *tensors[name]) for name in tensors]
+    places = [
+        (module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], *tensors[name]) for name in tensors
+    ]
 
     def before(_: nn.Module, __: Any) -> None:
         for owner, name, param, active_E in places:
@@ -298,7 +317,7 @@ def _product(func: Any, a: Any, b: Any, offs: Tensor | None = None, *rest: Any, 
     if offs is None and torch.is_autocast_enabled(device) and stack.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
         a, b = a.to(dtype), b.to(dtype)
-    product: Tensor = _RowsProduct.apply(a, b, offs, rows, first)  # type: ignore[no-untyped-call]
+    product: Tensor = _RowsProduct.apply(a, b, offs, (rows, first))  # type: ignore[no-untyped-call]
     return product
 
 
@@ -309,9 +328,9 @@ class _RowsProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, offs: Tensor | None, active_E: Tensor, first: bool) -> Tensor:
+    def forward(ctx: Any, a: Tensor, b: Tensor, offs: Tensor | None, rows: tuple[Tensor, bool]) -> Tensor:
         ctx.save_for_backward(a, b, offs)
-        ctx.active_E, ctx.first = active_E, first
+        ctx.active_E, ctx.first = rows
         return _multiply(a, b, offs)
 
     @staticmethod
@@ -335,7 +354,7 @@ class _RowsProduct(torch.autograd.Function):
                     of_stack[start:stop] = _multiply(gradient[rows].mT, a[rows], ends).mT
                 else:
                     of_stack[start:stop] = _multiply(a[rows].mT, gradient[rows], ends)
-        return *found, None, None, None
+        return *found, None, None
 
 
 def _multiply(a: Tensor, b: Tensor, offs: Tensor | None) -> Tensor:

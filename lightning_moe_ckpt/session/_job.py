@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -30,10 +30,12 @@ class SessionJob:
     schema: StateSchema
     groups: ParallelGroups
     autocast_dtype: torch.dtype | None
-    compiled: bool
-    """Whether a compiler makes other programs, with other rounding, for watched or frozen modules."""
+    compiled: Collection[torch.nn.Module]
+    """Modules of which a compiler makes other programs, with other rounding, if they are watched or frozen."""
     may_skip: bool
-    """Whether `requires_grad` may be toggled in replay, unless `compiled`."""
+    """Whether gradients may be left out in replay."""
+    watched: bool
+    """Whether the user's hooks are called when gradients exist."""
     may_edit_unseen: bool
     """Whether the user's code may change parameters beside copies without a trace."""
     may_edit_steps: bool
@@ -43,6 +45,11 @@ class SessionJob:
     averages: Averages | None
     """The module's averages kept by callbacks."""
     journals: JournalReader
+
+    @property
+    def notes_seen(self) -> bool:
+        """Whether the journal names gradients at which hooks look."""
+        return self.policy.replays and self.may_skip and self.watched
 
     @collections_paused()
     def __post_init__(self) -> None:

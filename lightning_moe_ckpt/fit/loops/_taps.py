@@ -15,10 +15,16 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.fit.loaders._positions import ask, loops_of
 from lightning_moe_ckpt.fit.loops._port import tap, tap_after_closure, tap_clipping
 from lightning_moe_ckpt.journal import Unread
+from lightning_moe_ckpt.recovery import ANY_GRADIENT
+
+log = rank_logger(__name__)
 
 
 class LoopListener(Protocol):
@@ -195,6 +201,41 @@ def tap_step(trainer: Trainer, around: Callable[[Callable[[], Any]], Any]) -> Ca
     return tap(trainer.strategy, "training_step", lambda *args, **kwargs: around(lambda: step(*args, **kwargs)))
 
 
+def unwatched(function: Callable[..., None]) -> Callable[..., None]:
+    """Hide a function's looks at gradients from `SeenGradients`."""
+
+    def run(*args: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            function(*args)
+
+    return run
+
+
+class SeenGradients(TorchFunctionMode):
+    """Note parameters at whose gradients code looks, while entered."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self._names = {id(param): name for name, param in module.named_parameters()}
+        self._found: set[str] = set()
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _LOOKS:
+            self._found.add(self._names.get(id(args[0]), ANY_GRADIENT))
+        return func(*args, **(kwargs or {}))
+
+    def take(self) -> list[str]:
+        """Return the names since the last call."""
+        found, self._found = self._found, set()
+        return [ANY_GRADIENT] if ANY_GRADIENT in found or len(found) > _MOST_NAMES else sorted(found)
+
+
+_LOOKS = frozenset({Tensor.grad.__get__, Tensor._grad.__get__})  # type: ignore[attr-defined]  # getters
+_MOST_NAMES = 64
+"""Names that a journal holds in each step; more are taken for all."""
+
+
 class StepOutcome:
     """Results of the step under way beside the state that it leaves, for the journal: norm, overflow flag and losses.
 
@@ -202,7 +243,12 @@ class StepOutcome:
     then, so neither can be computed again. The logged norm, and not a coefficient, gives the same bits.
     """
 
-    def __init__(self, trainer: Trainer, norm: Callable[[list[torch.nn.Parameter]], Tensor] | None) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        norm: Callable[[list[torch.nn.Parameter]], Tensor] | None,
+        watched: torch.nn.Module | None = None,
+    ) -> None:
         self.losses: list[Tensor] = []
         """Losses of the step's batches, on the device."""
         self._norm: Tensor | None = None
@@ -215,7 +261,10 @@ class StepOutcome:
         self._plugin, self._norm_of = trainer.precision_plugin, norm if norm is not None else _total_norm
         # No hook comes behind clipping.
         by_value = tap_clipping(self._plugin, self._clip_by_value, "value")
-        self._undo = tap_clipping(self._plugin, self._clip), by_value, tap_after_closure(self._plugin, self._closed)
+        self._seen = None if watched is None else SeenGradients(watched)
+        looks = [] if self._seen is None else [*map(self._watch, ("post_backward", "_after_closure"))]
+        closed = tap_after_closure(self._plugin, self._closed)  # outside of what is watched
+        self._undo = tap_clipping(self._plugin, self._clip), by_value, closed, *looks
 
     def follow(self, original: Mapping[str, Any] | None, clipped: Callable[[], None] | None) -> None:
         """Use the results of the `original` step, if any; call before the step.
@@ -252,6 +301,15 @@ class StepOutcome:
         """Return the outcome of the step that ended at boundary `step`; the next step begins without losses."""
         losses, self.losses = self.losses, []
         results = {"grad_norm": self._norm, "found_inf": self._overflow, "losses": losses, "batches": batches}
+        if self._seen is not None:
+            results["seen"] = found = self._seen.take()
+            known = [ANY_GRADIENT] if self._original is None else self._original.get("seen", [ANY_GRADIENT])
+            if ANY_GRADIENT not in known and not {*found} <= {*known}:
+                told = step, ", ".join(found), ", ".join(known) or "none"
+                log.warning(
+                    "step %d: hooks look at gradients of %s, and looked at %s in the original run. Of frozen parts they find zeros",
+                    *told,
+                )
         return {"step": step, "epoch": epoch, **results}
 
     def remove(self) -> None:
@@ -259,6 +317,17 @@ class StepOutcome:
         for undo in self._undo:
             undo()
 
+    def _watch(self, name: str) -> Callable[[], None]:
+        original = getattr(self._plugin, name)
+
+        def watched(*args: Any) -> Any:
+            assert self._seen is not None
+            with self._seen:
+                return original(*args)
+
+        return tap(self._plugin, name, watched)
+
+    @unwatched
     def _clip(self, optimizer: Any, clip_val: float) -> None:
         parameters = [p for p in self._plugin.main_params(optimizer) if p.grad is not None]
         original = None if self._original is None else self._original["grad_norm"]
@@ -269,6 +338,7 @@ class StepOutcome:
                 torch.nn.utils.clip_grads_with_norm_(group, clip_val, norm)
         self._norm = norm
 
+    @unwatched
     def _clip_by_value(self, optimizer: Any, clip_val: float) -> None:
         for group in _by_mesh(self._plugin.main_params(optimizer)):
             torch.nn.utils.clip_grad_value_(group, clip_val)
