@@ -126,10 +126,10 @@ class Frozen:
 
     def fill_gradients(self) -> None:
         """Set gradients that were not computed to zero; call after backward."""
-        with torch._C.DisableTorchFunction():  # noqa: SLF001  # hooks are watched, see `SeenGradients`
-            for param in map(stepped_of, self._off):
-                if param.grad is None:
-                    param.grad = torch.zeros_like(param)
+        with torch._C.DisableTorchFunction():  # noqa: SLF001  # this is no hook that looks
+            lacking = [param for param in map(stepped_of, self._off) if param.grad is None]
+        for param in lacking:
+            param.grad = torch.zeros_like(param)
 
     def drop_gradients(self) -> None:
         """Take frozen parameters' gradients away; call right before the optimizer steps."""

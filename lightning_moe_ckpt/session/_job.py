@@ -46,11 +46,6 @@ class SessionJob:
     """The module's averages kept by callbacks."""
     journals: JournalReader
 
-    @property
-    def notes_seen(self) -> bool:
-        """Whether the journal names gradients at which hooks look."""
-        return self.policy.replays and self.may_skip and self.watched
-
     @collections_paused()
     def __post_init__(self) -> None:
         policy, groups = self.policy, self.groups

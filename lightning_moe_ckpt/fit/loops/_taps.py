@@ -7,7 +7,8 @@ gradients are clipped. A tap is an instance attribute on one trainer's loops or 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -201,18 +202,21 @@ def tap_step(trainer: Trainer, around: Callable[[Callable[[], Any]], Any]) -> Ca
     return tap(trainer.strategy, "training_step", lambda *args, **kwargs: around(lambda: step(*args, **kwargs)))
 
 
-def unwatched(function: Callable[..., None]) -> Callable[..., None]:
-    """Hide a function's looks at gradients from `SeenGradients`."""
-
-    def run(*args: Any) -> None:
-        with torch._C.DisableTorchFunction():
-            function(*args)
-
-    return run
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Hide looks at gradients from `SeenGradients`."""
+    before, SeenGradients.rests = SeenGradients.rests, True
+    try:
+        yield
+    finally:
+        SeenGradients.rests = before
 
 
 class SeenGradients(TorchFunctionMode):
     """Note parameters at whose gradients code looks, while entered."""
+
+    rests = False
+    """Whether nothing is noted."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
@@ -221,7 +225,7 @@ class SeenGradients(TorchFunctionMode):
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _LOOKS:
+        if func in _LOOKS and not self.rests:
             self._found.add(self._names.get(id(args[0]), ANY_GRADIENT))
         return func(*args, **(kwargs or {}))
 
@@ -262,7 +266,8 @@ class StepOutcome:
         # No hook comes behind clipping.
         by_value = tap_clipping(self._plugin, self._clip_by_value, "value")
         self._seen = None if watched is None else SeenGradients(watched)
-        looks = [] if self._seen is None else [*map(self._watch, ("post_backward", "_after_closure"))]
+        names = () if self._seen is None else ("post_backward", "_after_closure")
+        looks = [tap(self._plugin, name, partial(self._seen_by, getattr(self._plugin, name))) for name in names]
         closed = tap_after_closure(self._plugin, self._closed)  # outside of what is watched
         self._undo = tap_clipping(self._plugin, self._clip), by_value, closed, *looks
 
@@ -317,17 +322,12 @@ class StepOutcome:
         for undo in self._undo:
             undo()
 
-    def _watch(self, name: str) -> Callable[[], None]:
-        original = getattr(self._plugin, name)
+    def _seen_by(self, call: Callable[..., Any], *args: Any) -> Any:
+        assert self._seen is not None
+        with self._seen:
+            return call(*args)
 
-        def watched(*args: Any) -> Any:
-            assert self._seen is not None
-            with self._seen:
-                return original(*args)
-
-        return tap(self._plugin, name, watched)
-
-    @unwatched
+    @unwatched()
     def _clip(self, optimizer: Any, clip_val: float) -> None:
         parameters = [p for p in self._plugin.main_params(optimizer) if p.grad is not None]
         original = None if self._original is None else self._original["grad_norm"]
@@ -338,7 +338,7 @@ class StepOutcome:
                 torch.nn.utils.clip_grads_with_norm_(group, clip_val, norm)
         self._norm = norm
 
-    @unwatched
+    @unwatched()
     def _clip_by_value(self, optimizer: Any, clip_val: float) -> None:
         for group in _by_mesh(self._plugin.main_params(optimizer)):
             torch.nn.utils.clip_grad_value_(group, clip_val)
