@@ -111,8 +111,7 @@ class FitSession:
         )
         self._phase, self._disturbed, self._told_to_stop = _Phase.UNTRAINED, False, False
         self._step, self._validation_began = trainer.global_step, time.perf_counter()
-        job = self.session.job
-        watched = module if policy.replays and job.may_skip and job.watched else None
+        watched = module if policy.replays and self.session.job.omits == "unseen" else None
         self._outcome = _taps.StepOutcome(trainer, getattr(trainer.strategy, "grad_norm", None), watched)
         self._undo = ExitStack()
         """Changes to the trainer that nothing else asks for, to be undone at the fit's end."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,8 @@ from lightning_moe_ckpt.parallel import stepped_of
 
 ANY_GRADIENT = "*"
 """Name of all gradients, and of tensors that are no parameter of the module."""
+Omits = Literal["none", "unseen", "all"]
+"""Gradients left out in replay: none (plain DDP waits for them), those at which hooks have not looked, or all."""
 
 
 class Frozen:
@@ -39,9 +41,8 @@ class Frozen:
     Args:
         module: holds the parameters.
         operators: operators of the module.
-        may_skip: whether gradients may be left out at all (not under plain DDP).
-        whole: modules in compiled programs, which compute everything.
-        watched: whether hooks may look at any gradient where a journal does not say which ones.
+        whole: modules in compiled programs, with all gradients.
+        omits: see `Omits`.
         as_user: gives parameters the user's own `requires_grad`.
     """
 
@@ -50,12 +51,11 @@ class Frozen:
         module: nn.Module,
         operators: OperatorSet,
         *,
-        may_skip: bool,
         as_user: Callable[[], None],
         whole: Collection[nn.Module] = (),
-        watched: bool = False,
+        omits: Omits = "all",
     ) -> None:
-        self._may_skip, self._as_user, self._watched = may_skip, as_user, watched
+        self._as_user, self._omits = as_user, omits
         self._operators: dict[str, list[Operator]] = defaultdict(list)
         """Operators by parameter."""
         for operator in operators:
@@ -80,18 +80,18 @@ class Frozen:
     def freeze(self, active: Collection[str], seen: Collection[str] | None = ()) -> None:
         """Freeze all operators but `active`; a parameter with an active part still takes its steps.
 
-        Hooks look at the gradients of `seen` parameters, which are computed; `None` if this is not known.
+        Gradients of `seen` parameters are computed for hooks; `None`: a journal without them.
         """
         self.thaw()
-        self._active, self._seen = active, seen if seen is not None else [ANY_GRADIENT] if self._watched else []
-        all_seen = ANY_GRADIENT in self._seen
+        seen = seen if seen is not None else [ANY_GRADIENT] if self._omits == "unseen" else []
+        self._active, self._seen, nothing = active, seen, self._omits == "none" or ANY_GRADIENT in seen
         shown: dict[nn.Module, dict[str, tuple[nn.Parameter, Tensor | None]]] = defaultdict(dict)
         for fqn, param in self._params.items():
             first = self._operators[fqn][0]
             live = [operator for operator in self._operators[fqn] if operator.name in active]
             if not live:
                 self._passive.append(param)
-            if not self._may_skip or not param.requires_grad or all_seen or fqn in self._seen:
+            if nothing or not param.requires_grad or fqn in seen:
                 continue
             rows_E = None
             if not live and (first.kind == "expert" or param.ndim > 1):
@@ -121,7 +121,7 @@ class Frozen:
 
     def leave_nothing_out(self) -> None:
         """Let all gradients be computed from here on; frozen parameters still take no step."""
-        self._may_skip = False
+        self._omits = "none"
         self.freeze(self._active, self._seen)
 
     def fill_gradients(self) -> None:
@@ -247,7 +247,7 @@ class _Graph(torch.autograd.Function):
 
 
 def _part(func: Any, args: Sequence[Any], out: Any) -> Any:
-    """Return what a function made of a view, as a view: with its rows, or plain where these are not known."""
+    """Return a function's result as a view: with its rows, or plain where these are not known."""
     if isinstance(out, tuple | list):
         return tuple(_part(func, args, each) for each in out)
     stack, rows_E = args[0], args[0].active_E
@@ -265,7 +265,7 @@ def _part(func: Any, args: Sequence[Any], out: Any) -> Any:
 
 
 def _rows_in(stack: FrozenView, out: Tensor) -> Tensor | None:
-    """Return which rows are active in a stack's view; `None` if its memory is not a number of rows in order."""
+    """Return the active rows of a stack's view; `None` if its memory is not a number of rows in order."""
     assert stack.active_E is not None
     row = stack.stride(0)
     first, start = divmod(out.storage_offset() - stack.storage_offset(), row)

@@ -232,7 +232,7 @@ class Replay:
         self.frozen.freeze(self._active, self._seen[min(self._newest + 1, len(self._seen) - 1)])
 
     def share_seen(self, exchange: Exchange) -> None:
-        """Compute what hooks of any rank look at: reduced gradients have a part of every rank. Collective."""
+        """Let hooks of all ranks find whole gradients: reduced ones have a part of every rank. Collective."""
         told = cast("list[list[list[str] | None]]", exchange.gather_values(self._seen))
         steps = zip(*filter(None, told), strict=True)
         self._seen = [None if None in step else sorted(set(chain.from_iterable(filter(None, step)))) for step in steps]

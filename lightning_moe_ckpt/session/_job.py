@@ -15,7 +15,7 @@ from lightning_moe_ckpt.operators import OperatorSet, StateSchema, discover, mar
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import Policy
 from lightning_moe_ckpt.process import StallMeter, collections_paused
-from lightning_moe_ckpt.recovery import JournalReader
+from lightning_moe_ckpt.recovery import JournalReader, Omits
 from lightning_moe_ckpt.snapshot import Averages, StateView, owners_of
 from lightning_moe_ckpt.tiers import SessionConfig
 
@@ -32,10 +32,7 @@ class SessionJob:
     autocast_dtype: torch.dtype | None
     compiled: Collection[torch.nn.Module]
     """Modules of which a compiler makes other programs, with other rounding, if they are watched or frozen."""
-    may_skip: bool
-    """Whether gradients may be left out in replay."""
-    watched: bool
-    """Whether the user's hooks are called when gradients exist."""
+    omits: Omits
     may_edit_unseen: bool
     """Whether the user's code may change parameters beside copies without a trace."""
     may_edit_steps: bool

@@ -125,7 +125,7 @@ def open_run(job: SessionJob, planner: Planner, *, load: bool) -> tuple[OpenRun,
         if found is not None and load:  # its bytes travel while tiers are joined
             layout, replay = replay_of(
                 *(found, view, groups, exchange, job.engine),
-                frozen=partial(Frozen, may_skip=job.may_skip, whole=job.compiled, watched=job.watched),
+                frozen=partial(Frozen, whole=job.compiled, omits=job.omits),
                 as_user=job.journals.as_user,
             )
             restoring = Restoring(layout, replay.journals[0]["outcome"], replay)

@@ -203,7 +203,7 @@ def test_what_is_compiled_computes_everything_and_the_rest_does_not(tmp_path: Pa
         assert torch.equal(want, got), name
     share = max(1 - resumed.flops[step] / alone.flops[step] for step in resumed.flops)
     outside = 2 * 48 * 48 + 48 * 64  # of these and 4 * 48 * 192 compiled weights
-    assert abs(share - outside / (outside + 4 * 48 * 192) / 3) < 0.03
+    assert 0.02 < share <= outside / (outside + 4 * 48 * 192) / 3
 
 
 @pytest.mark.parametrize(("every", "of"), [(1, ""), (3, ""), (1, "head")])
@@ -348,7 +348,7 @@ def test_modules_cannot_tell_that_they_are_frozen(hooks: str) -> None:
     for param in model.parameters() if hooks == "accumulated" else ():
         param.register_post_accumulate_grad_hook(lambda param: met.append(param.grad.clone()))  # type: ignore[no-untyped-call]
     operators = discover(model, ep_size=1)
-    frozen = Frozen(model, operators, may_skip=True, as_user=lambda: None)
+    frozen = Frozen(model, operators, as_user=lambda: None)
     active = operators.operators[0]
     found = []
     for freezes in (False, True):

@@ -161,7 +161,7 @@ def _row(kind: str) -> tuple[str, list[tuple[float, float]]]:
     operators = discover(model, ep_size=1)
     whole, want = _step(model, x)
     allowed = _allowed(model, operators, x, by_tokens="Tutel" not in kind)
-    frozen = Frozen(model, operators, may_skip=True, as_user=lambda: None)
+    frozen = Frozen(model, operators, as_user=lambda: None)
     names, figures = list(operators.names), []
     for active in ([], names[1::2]):
         frozen.freeze(active)
