@@ -104,9 +104,8 @@ def may_leave_out(trainer: Trainer, module: LightningModule, skip: tuple[type[Ca
         return "none"
     if not gradients_are_seen(trainer, module, skip):
         return "all"
-    return (
-        "none" if is_overridden("optimizer_zero_grad", module) else "unseen"
-    )  # hooks may keep gradients left in place
+    # Hooks may keep gradients that are left in place.
+    return "none" if is_overridden("optimizer_zero_grad", module) else "unseen"
 
 
 def _of_replay(module: LightningModule) -> Iterator[str]:

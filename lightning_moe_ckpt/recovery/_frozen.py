@@ -69,7 +69,6 @@ class Frozen:
             for name, param in owner.named_parameters(recurse=inside, remove_duplicate=False):
                 self._owners[id(param)].append((owner, name))
         self._active: Collection[str] = ()
-        self._seen: Collection[str] = ()
         self._passive: list[nn.Parameter] = []
         """Parameters without a step."""
         self._off: list[nn.Parameter] = []
@@ -78,13 +77,10 @@ class Frozen:
         self._dropped: list[tuple[nn.Parameter, Tensor]] = []
 
     def freeze(self, active: Collection[str], seen: Collection[str] | None = ()) -> None:
-        """Freeze all operators but `active`; a parameter with an active part still takes its steps.
-
-        Gradients of `seen` parameters are computed for hooks; `None`: a journal without them.
-        """
+        """Freeze all operators but `active`; hooks get gradients of `seen` parameters (`None`: of which is not known)."""
         self.thaw()
         seen = seen if seen is not None else [ANY_GRADIENT] if self._omits == "unseen" else []
-        self._active, self._seen, nothing = active, seen, self._omits == "none" or ANY_GRADIENT in seen
+        self._active, nothing = active, self._omits == "none" or ANY_GRADIENT in seen
         shown: dict[nn.Module, dict[str, tuple[nn.Parameter, Tensor | None]]] = defaultdict(dict)
         for fqn, param in self._params.items():
             first = self._operators[fqn][0]
@@ -122,7 +118,7 @@ class Frozen:
     def leave_nothing_out(self) -> None:
         """Let all gradients be computed from here on; frozen parameters still take no step."""
         self._omits = "none"
-        self.freeze(self._active, self._seen)
+        self.freeze(self._active)
 
     def fill_gradients(self) -> None:
         """Set gradients that were not computed to zero; call after backward."""
@@ -302,17 +298,12 @@ _BATCHED_EINSUM = re.compile(r"(\w)(\w)(?!\1|\2)(\w),\1(?:\3(?P<c>\w)|(?P<d>\w)\
 
 def _product(func: Any, a: Any, b: Any, offs: Tensor | None = None, *rest: Any, **kwargs: Any) -> Tensor | None:
     """Return the product of a stack and a batch, or groups, without gradients of inactive rows; `None` if it is another."""
-    first = isinstance(a, FrozenView)
-    stack, others = a if first else b, [*rest, *kwargs.values()]  # a bias, or the output's type
-    if (
-        not isinstance(stack, FrozenView)
-        or (first and isinstance(b, FrozenView))
-        or any(each is not None for each in others)
-        or (a.ndim, b.ndim) != (_BATCHES[func], 3)
-        or (offs is None) == (func is _GROUPED)
-        or (offs is None and len(a) != len(b))
-    ):
+    first, grouped, others = isinstance(a, FrozenView), func is _GROUPED, [*rest, *kwargs.values()]  # a bias, or a type
+    fits = first != isinstance(b, FrozenView) and (a.ndim, b.ndim) == (_BATCHES[func], 3)
+    alike = grouped if offs is not None else not grouped and len(a) == len(b)
+    if not fits or not alike or any(each is not None for each in others):
         return None
+    stack: Any = a if first else b
     rows, a, b, device = stack.active_E, a.as_subclass(Tensor), b.as_subclass(Tensor), a.device.type
     if offs is None and torch.is_autocast_enabled(device) and stack.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)

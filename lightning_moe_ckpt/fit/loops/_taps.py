@@ -216,7 +216,6 @@ class SeenGradients(TorchFunctionMode):
     """Note parameters at whose gradients code looks, while entered."""
 
     rests = False
-    """Whether nothing is noted."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
@@ -229,6 +228,11 @@ class SeenGradients(TorchFunctionMode):
             self._found.add(self._names.get(id(args[0]), ANY_GRADIENT))
         return func(*args, **(kwargs or {}))
 
+    def run(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Call a function while entered."""
+        with self:
+            return call(*args)
+
     def take(self) -> list[str]:
         """Return the names since the last call."""
         found, self._found = self._found, set()
@@ -236,8 +240,9 @@ class SeenGradients(TorchFunctionMode):
 
 
 _LOOKS = frozenset({Tensor.grad.__get__, Tensor._grad.__get__})  # type: ignore[attr-defined]  # getters
+_CALLS = ("post_backward", "_after_closure")
+"""Methods of a precision plugin that call hooks when gradients exist."""
 _MOST_NAMES = 64
-"""Names that a journal holds in each step; more are taken for all."""
 
 
 class StepOutcome:
@@ -266,8 +271,8 @@ class StepOutcome:
         # No hook comes behind clipping.
         by_value = tap_clipping(self._plugin, self._clip_by_value, "value")
         self._seen = None if watched is None else SeenGradients(watched)
-        names = () if self._seen is None else ("post_backward", "_after_closure")
-        looks = [tap(self._plugin, name, partial(self._seen_by, getattr(self._plugin, name))) for name in names]
+        noted = [] if self._seen is None else [(name, self._seen.run, getattr(self._plugin, name)) for name in _CALLS]
+        looks = [tap(self._plugin, name, partial(run, call)) for name, run, call in noted]
         closed = tap_after_closure(self._plugin, self._closed)  # outside of what is watched
         self._undo = tap_clipping(self._plugin, self._clip), by_value, closed, *looks
 
@@ -310,10 +315,8 @@ class StepOutcome:
             results["seen"] = found = self._seen.take()
             known = [ANY_GRADIENT] if self._original is None else self._original.get("seen", [ANY_GRADIENT])
             if ANY_GRADIENT not in known and not {*found} <= {*known}:
-                told = step, ", ".join(found), ", ".join(known) or "none"
                 log.warning(
-                    "step %d: hooks look at gradients of %s, and looked at %s in the original run. Of frozen parts they find zeros",
-                    *told,
+                    "step %d: hooks look at gradients of %s, unlike the original run: frozen ones are zero", step, found
                 )
         return {"step": step, "epoch": epoch, **results}
 
@@ -321,11 +324,6 @@ class StepOutcome:
         """Restore the precision plugin's own methods."""
         for undo in self._undo:
             undo()
-
-    def _seen_by(self, call: Callable[..., Any], *args: Any) -> Any:
-        assert self._seen is not None
-        with self._seen:
-            return call(*args)
 
     @unwatched()
     def _clip(self, optimizer: Any, clip_val: float) -> None:
