@@ -111,8 +111,8 @@ class FitSession:
         )
         self._phase, self._disturbed, self._told_to_stop = _Phase.UNTRAINED, False, False
         self._step, self._validation_began = trainer.global_step, time.perf_counter()
-        watched = module if policy.replays and self.session.job.omits == "unseen" else None
-        self._outcome = _taps.StepOutcome(trainer, getattr(trainer.strategy, "grad_norm", None), watched)
+        looked_at = module if policy.replays and self.session.job.omits == "unseen" else None
+        self._outcome = _taps.StepOutcome(trainer, getattr(trainer.strategy, "grad_norm", None), looked_at)
         self._undo = ExitStack()
         """Changes to the trainer that nothing else asks for, to be undone at the fit's end."""
         taps = _taps.FitLoopTaps(trainer, self, self._recorder, resting(trainer))

@@ -264,7 +264,7 @@ def _rows_in(stack: FrozenView, out: Tensor) -> Tensor | None:
     """Return the active rows of a stack's view; `None` if its memory is not a number of rows in order."""
     assert stack.active_E is not None
     row = stack.stride(0)
-    first, start = divmod(out.storage_offset() - stack.storage_offset(), row)
+    first, start = divmod(int(out.storage_offset() - stack.storage_offset()), row)
     sizes, number = [*zip(out.shape, out.stride(), strict=True)], 1
     if sizes and sizes[0][1] == row:
         number = sizes.pop(0)[0]

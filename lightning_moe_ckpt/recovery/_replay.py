@@ -125,6 +125,8 @@ class Replay:
         ]
         self._missing = {name for name in missing if name in self._view.operators}
         self._active = set(self._missing)
+        self._newest = -1
+        """Index of the newest loaded step."""
         as_then = lambda: self._as_user(self.start(self._first + self._newest))  # noqa: E731
         self.frozen = frozen(self._view.module, self._view.operators, as_user=as_then)
         """Operators without a step until active."""
@@ -132,8 +134,6 @@ class Replay:
         """Parameters at whose gradients hooks look, by the window's steps; `None` where that is not known."""
         self._named = False
         """Whether the known cause of other losses was logged."""
-        self._newest = -1
-        """Index of the newest loaded step."""
         self._loaded = _Loaded([])
         self.fetched: dict[int, tuple[list[_Sent], Iterator[_Sent]]] = {}
         """Parts on their way, and those that follow, by the window's step; at most two are under way at once."""

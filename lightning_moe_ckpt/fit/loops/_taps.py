@@ -239,7 +239,7 @@ class SeenGradients(TorchFunctionMode):
         return [ANY_GRADIENT] if ANY_GRADIENT in found or len(found) > _MOST_NAMES else sorted(found)
 
 
-_LOOKS = frozenset({Tensor.grad.__get__, Tensor._grad.__get__})  # type: ignore[attr-defined]  # getters
+_LOOKS = frozenset({Tensor.grad.__get__, Tensor._grad.__get__})  # type: ignore[union-attr]  # getters
 _CALLS = ("post_backward", "_after_closure")
 """Methods of a precision plugin that call hooks when gradients exist."""
 _MOST_NAMES = 64
