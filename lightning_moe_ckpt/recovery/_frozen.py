@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -308,8 +308,7 @@ def _product(func: Any, a: Any, b: Any, offs: Tensor | None = None, *rest: Any, 
     if offs is None and torch.is_autocast_enabled(device) and stack.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
         a, b = a.to(dtype), b.to(dtype)
-    product: Tensor = _RowsProduct.apply(a, b, offs, (rows, first))  # type: ignore[no-untyped-call]
-    return product
+    return cast("Tensor", _RowsProduct.apply(a, b, offs, (rows, first)))  # type: ignore[no-untyped-call]
 
 
 class _RowsProduct(torch.autograd.Function):

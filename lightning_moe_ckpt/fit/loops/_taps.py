@@ -240,9 +240,7 @@ class SeenGradients(TorchFunctionMode):
 
 
 _LOOKS = frozenset({Tensor.grad.__get__, Tensor._grad.__get__})  # type: ignore[union-attr]  # getters
-_CALLS = ("post_backward", "_after_closure")
-"""Methods of a precision plugin that call hooks when gradients exist."""
-_MOST_NAMES = 64
+_CALLS, _MOST_NAMES = ("post_backward", "_after_closure"), 64  # methods of a plugin that call hooks; names in a journal
 
 
 class StepOutcome:
