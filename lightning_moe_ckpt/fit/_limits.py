@@ -22,6 +22,7 @@ from lightning_moe_ckpt.fit.objects._users import is_library
 from lightning_moe_ckpt.operators import is_sharded
 from lightning_moe_ckpt.parallel import ordered_hook
 from lightning_moe_ckpt.policies import Policy
+from lightning_moe_ckpt.recovery import Omits
 
 _LIBRARIES = ("lightning", "lightning_moe_ckpt")
 
@@ -86,14 +87,14 @@ def _calls(trainer: Trainer, module: LightningModule, skip: tuple[type[Callback]
     )
 
 
-def may_leave_out(trainer: Trainer, module: LightningModule, skip: tuple[type[Callback], ...]) -> bool:
-    """Return whether gradients may be omitted, for which `DistributedDataParallel` would wait for ever.
-
-    Arguments as of `gradients_are_seen`.
-    """
-    return not gradients_are_seen(trainer, module, skip) and not (
-        isinstance(trainer.model, DistributedDataParallel) or is_sharded(module)
-    )
+def may_leave_out(trainer: Trainer, module: LightningModule, skip: tuple[type[Callback], ...]) -> Omits:
+    """Return the gradients that replay may omit. Arguments as of `gradients_are_seen`."""
+    if isinstance(trainer.model, DistributedDataParallel) or is_sharded(module):
+        return "none"
+    if not gradients_are_seen(trainer, module, skip):
+        return "all"
+    # Hooks may keep gradients that are left in place.
+    return "none" if is_overridden("optimizer_zero_grad", module) else "unseen"
 
 
 def _of_replay(module: LightningModule) -> Iterator[str]:

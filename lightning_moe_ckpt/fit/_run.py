@@ -111,7 +111,8 @@ class FitSession:
         )
         self._phase, self._disturbed, self._told_to_stop = _Phase.UNTRAINED, False, False
         self._step, self._validation_began = trainer.global_step, time.perf_counter()
-        self._outcome = _taps.StepOutcome(trainer, getattr(trainer.strategy, "grad_norm", None))
+        looked_at = module if policy.replays and self.session.job.omits == "unseen" else None
+        self._outcome = _taps.StepOutcome(trainer, getattr(trainer.strategy, "grad_norm", None), looked_at)
         self._undo = ExitStack()
         """Changes to the trainer that nothing else asks for, to be undone at the fit's end."""
         taps = _taps.FitLoopTaps(trainer, self, self._recorder, resting(trainer))
@@ -412,6 +413,7 @@ class FitSession:
         session.begin_seal()
 
     @clocked
+    @_taps.unwatched()
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self.trained.may_begin and self._module.automatic_optimization:
             self.before_backward()  # there was no loss

@@ -80,7 +80,7 @@ _YOURS: dict[str, _Yours] = {
     "detect_anomaly": _Yours(_trainer.detects_anomaly),
     "deterministic": _Yours(lambda _: torch.are_deterministic_algorithms_enabled(), "losses"),
     "benchmark": _Yours(lambda _: torch.backends.cudnn.benchmark, "losses"),
-    "compiled": _Yours(lambda trainer: _trainer.is_compiled(trainer.lightning_module), "losses"),
+    "compiled": _Yours(lambda trainer: bool(_trainer.compiled_modules(trainer.lightning_module)), "losses"),
     "strategy": _Yours(lambda trainer: type(trainer.strategy).__qualname__, "losses"),
     "threads": _Yours(
         lambda trainer: torch.get_num_threads() if trainer.strategy.root_device.type == "cpu" else None,

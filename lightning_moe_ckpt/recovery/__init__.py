@@ -11,7 +11,9 @@ from lightning_moe_ckpt.recovery._assembly import Wanted as Wanted
 from lightning_moe_ckpt.recovery._fold import Difference as Difference
 from lightning_moe_ckpt.recovery._fold import fold as fold
 from lightning_moe_ckpt.recovery._fold import folded as folded
+from lightning_moe_ckpt.recovery._frozen import ANY_GRADIENT as ANY_GRADIENT
 from lightning_moe_ckpt.recovery._frozen import Frozen as Frozen
+from lightning_moe_ckpt.recovery._frozen import Omits as Omits
 from lightning_moe_ckpt.recovery._index import Replicas as Replicas
 from lightning_moe_ckpt.recovery._index import stored_index as stored_index
 from lightning_moe_ckpt.recovery._inventory import Request as Request

@@ -15,9 +15,10 @@ Source: MoEvement (2026), Sec. 3.3 (frozen operators); we differ in freezing sli
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,11 @@ from lightning_moe_ckpt.parallel import stepped_of
 
 # Shape suffixes: E experts of a stack.
 
+ANY_GRADIENT = "*"
+"""Name of all gradients, and of tensors that are no parameter of the module."""
+Omits = Literal["none", "unseen", "all"]
+"""Gradients left out in replay: none (plain DDP waits for them), those at which hooks have not looked, or all."""
+
 
 class Frozen:
     """The frozen operators of a module.
@@ -35,14 +41,21 @@ class Frozen:
     Args:
         module: holds the parameters.
         operators: operators of the module.
-        may_skip: whether gradients may be left out at all (not under plain DDP, nor in compiled programs).
+        whole: modules in compiled programs, with all gradients.
+        omits: see `Omits`.
         as_user: gives parameters the user's own `requires_grad`.
     """
 
     def __init__(
-        self, module: nn.Module, operators: OperatorSet, *, may_skip: bool, as_user: Callable[[], None]
+        self,
+        module: nn.Module,
+        operators: OperatorSet,
+        *,
+        as_user: Callable[[], None],
+        whole: Collection[nn.Module] = (),
+        omits: Omits = "all",
     ) -> None:
-        self._module, self._may_skip, self._as_user = module, may_skip, as_user
+        self._as_user, self._omits = as_user, omits
         self._operators: dict[str, list[Operator]] = defaultdict(list)
         """Operators by parameter."""
         for operator in operators:
@@ -51,8 +64,9 @@ class Frozen:
         self._params = {fqn: param for fqn, param in module.named_parameters() if fqn in self._operators}
         self._owners: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
         """Modules and names by the parameter's identity; several modules may share a parameter."""
-        for owner in module.modules():
-            for name, param in owner.named_parameters(recurse=False, remove_duplicate=False):
+        for owner in (each for each in module.modules() if each not in whole):
+            inside = isinstance(owner, nn.MultiheadAttention)  # uses weights of a module that it does not run
+            for name, param in owner.named_parameters(recurse=inside, remove_duplicate=False):
                 self._owners[id(param)].append((owner, name))
         self._active: Collection[str] = ()
         self._passive: list[nn.Parameter] = []
@@ -62,20 +76,21 @@ class Frozen:
         self._hooks: list[RemovableHandle] = []
         self._dropped: list[tuple[nn.Parameter, Tensor]] = []
 
-    def freeze(self, active: Collection[str]) -> None:
-        """Freeze all operators but `active`; a parameter with an active part still takes its steps."""
+    def freeze(self, active: Collection[str], seen: Collection[str] | None = ()) -> None:
+        """Freeze all operators but `active`; hooks get gradients of `seen` parameters (`None`: of which is not known)."""
         self.thaw()
-        self._active = active
+        seen = seen if seen is not None else [ANY_GRADIENT] if self._omits == "unseen" else []
+        self._active, nothing = active, self._omits == "none" or ANY_GRADIENT in seen
         shown: dict[nn.Module, dict[str, tuple[nn.Parameter, Tensor | None]]] = defaultdict(dict)
         for fqn, param in self._params.items():
             first = self._operators[fqn][0]
             live = [operator for operator in self._operators[fqn] if operator.name in active]
             if not live:
                 self._passive.append(param)
-            if not self._may_skip or not param.requires_grad:
+            if nothing or not param.requires_grad or fqn in seen:
                 continue
             rows_E = None
-            if not live and (first.kind == "expert" or (first.kind == "dense" and param.ndim > 1)):
+            if not live and (first.kind == "expert" or param.ndim > 1):
                 self._off.append(param)
             elif live and first.kind == "expert" and param.ndim > 2:
                 rows_E = _rows(fqn, param, live)
@@ -102,14 +117,15 @@ class Frozen:
 
     def leave_nothing_out(self) -> None:
         """Let all gradients be computed from here on; frozen parameters still take no step."""
-        self._may_skip = False
+        self._omits = "none"
         self.freeze(self._active)
 
     def fill_gradients(self) -> None:
         """Set gradients that were not computed to zero; call after backward."""
-        for param in map(stepped_of, self._off):
-            if param.grad is None:
-                param.grad = torch.zeros_like(param)
+        with torch._C.DisableTorchFunction():  # noqa: SLF001  # this is no hook that looks
+            lacking = [param for param in map(stepped_of, self._off) if param.grad is None]
+        for param in lacking:
+            param.grad = torch.zeros_like(param)
 
     def drop_gradients(self) -> None:
         """Take frozen parameters' gradients away; call right before the optimizer steps."""
@@ -136,16 +152,19 @@ def _rows(fqn: str, param: Tensor, active: Iterable[Operator]) -> Tensor:
 
 def _showing(module: nn.Module, tensors: Mapping[str, tuple[nn.Parameter, Tensor | None]]) -> list[RemovableHandle]:
     """Shadow a module's parameters by other tensors while the module runs; return the hooks."""
+    places = [
+        (module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], *tensors[name]) for name in tensors
+    ]
 
     def before(_: nn.Module, __: Any) -> None:
-        for name, (param, active_E) in tensors.items():
+        for owner, name, param, active_E in places:
             # `functional_call` replaces parameters; user hooks wait for the gradient of all rows.
-            if module._parameters.get(name) is param and not _has_hooks(param):  # noqa: SLF001  # no public way
-                module.__dict__[name] = FrozenView.of(param, active_E)  # found before registered parameters
+            if owner._parameters.get(name) is param and not _has_hooks(param):  # noqa: SLF001  # no public way
+                owner.__dict__[name] = FrozenView.of(param, active_E)  # found before registered parameters
 
     def after(*_: Any) -> None:
-        for name in tensors:
-            module.__dict__.pop(name, None)
+        for owner, name, *_rest in places:
+            owner.__dict__.pop(name, None)
 
     return [module.register_forward_pre_hook(before), module.register_forward_hook(after, always_call=True)]
 
@@ -169,8 +188,10 @@ class FrozenView(Tensor):
     """bool, on the CPU; `None` if nothing is active."""
 
     @classmethod
-    def of(cls, tensor: Tensor, active_E: Tensor | None) -> FrozenView:
-        """Return an alias of a tensor, in its graph."""
+    def of(cls, tensor: Tensor, active_E: Tensor | None) -> Tensor:
+        """Return an alias of a tensor, in its graph; the tensor itself if all rows are active."""
+        if active_E is not None and active_E.all():
+            return tensor
         alias = tensor.as_subclass(cls)
         alias.active_E = active_E if active_E is not None and active_E.any() else None
         return alias
@@ -183,31 +204,25 @@ class FrozenView(Tensor):
             # Transforms of `torch.func` take no function with a backward of its own.
             if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():  # noqa: SLF001  # no public way
                 return func(*args, **kwargs)
-            first = args[0] if args else None
-            if isinstance(first, cls):
-                if first.active_E is None and func in _PARTS:
-                    return _all_frozen(func(*args, **kwargs))
-                if first.active_E is not None and func in _SLICES and not kwargs:
-                    return _SLICES[func](first, func(*args), *args[1:])
+            if func in _PARTS and args and isinstance(args[0], cls):
+                return _part(func, args, func(*args, **kwargs))
             if func not in _PRODUCTS:
                 return func(*args, **kwargs)
-            if func in _BATCHES and len(args) > 1 and isinstance(args[1], cls) and args[1].active_E is not None:
-                return _product(func, *args, **kwargs)
-            return _with_graph(func(*map(_inactive, args), **{name: _inactive(each) for name, each in kwargs.items()}))
+            args, kwargs = tuple(map(_inactive, args)), {name: _inactive(each) for name, each in kwargs.items()}
+            if func is torch.einsum and (pair := _pair_of(*args)) is not None:
+                func, args = torch.bmm, pair
+            rows = _product(func, *args, **kwargs) if func in _BATCHES and len(args) > 1 else None
+            return _with_graph(func(*args, **kwargs)) if rows is None else rows
 
 
 def _inactive(each: Any) -> Any:
     return each.detach() if isinstance(each, FrozenView) and each.active_E is None else each
 
 
-def _all_frozen(out: Any) -> Any:
-    if isinstance(out, Tensor):
-        return FrozenView.of(out, None)
-    return tuple(map(_all_frozen, out)) if isinstance(out, tuple | list) else out
-
-
 def _with_graph(out: Any) -> Any:
-    """Give a product's result a graph, as in training."""
+    """Give a function's results a graph, as in training."""
+    if isinstance(out, tuple):
+        return tuple(map(_with_graph, out))
     if not isinstance(out, Tensor) or out.requires_grad:
         return out
     # Autograd forbids changes in place of a view that a function returns.
@@ -227,57 +242,73 @@ class _Graph(torch.autograd.Function):
         return None, None
 
 
-def _item(stack: FrozenView, out: Tensor, index: Any) -> Tensor:
+def _part(func: Any, args: Sequence[Any], out: Any) -> Any:
+    """Return a function's result as a view: with its rows, or plain where these are not known."""
+    if isinstance(out, tuple | list):
+        return tuple(_part(func, args, each) for each in out)
+    stack, rows_E = args[0], args[0].active_E
+    if rows_E is None or not isinstance(out, Tensor):
+        return FrozenView.of(out, None) if isinstance(out, Tensor) else out
+    if out.untyped_storage().data_ptr() == stack.untyped_storage().data_ptr():
+        rows = _rows_in(stack, out)
+    elif func in _CHOOSE:  # by a list of numbers, or by a mask
+        index, known = args[-1], args[1:-1] in ((), (0,))
+        known = known and isinstance(index, Tensor) and index.ndim == 1 and index.dtype == torch.int64
+        rows = rows_E[index.cpu()] if known else None
+    else:
+        rows = rows_E if out.shape[:1] == stack.shape[:1] else None
+    return out if rows is None else FrozenView.of(out, rows)
+
+
+def _rows_in(stack: FrozenView, out: Tensor) -> Tensor | None:
+    """Return the active rows of a stack's view; `None` if its memory is not a number of rows in order."""
     assert stack.active_E is not None
-    number = type(index) is int or (isinstance(index, Tensor) and index.ndim == 0 and index.dtype != torch.bool)
-    return FrozenView.of(out, None) if number and not stack.active_E[int(index)] else out
+    row = stack.stride(0)
+    first, start = divmod(int(out.storage_offset() - stack.storage_offset()), row)
+    sizes, number = [*zip(out.shape, out.stride(), strict=True)], 1
+    if sizes and sizes[0][1] == row:
+        number = sizes.pop(0)[0]
+    fits = start + sum((size - 1) * stride for size, stride in sizes) < row and out.dtype == stack.dtype
+    return stack.active_E[first : first + number] if fits and out.numel() else None
 
 
-def _unbound(stack: FrozenView, out: tuple[Tensor, ...], dim: int = 0) -> tuple[Tensor, ...]:
-    assert stack.active_E is not None
-    if dim != 0:
-        return out
-    rows = zip(out, stack.active_E.tolist(), strict=True)
-    return tuple(each if active else FrozenView.of(each, None) for each, active in rows)
-
-
-def _transposed(stack: FrozenView, out: Tensor, *dims: int) -> Tensor:
-    same = 0 not in dims and -stack.ndim not in dims
-    return FrozenView.of(out, stack.active_E) if same and stack.ndim == 3 else out
-
-
-_SLICES: dict[Any, Callable[..., Any]] = {
-    Tensor.__getitem__: _item,
-    Tensor.unbind: _unbound,
-    torch.unbind: _unbound,
-    Tensor.transpose: _transposed,
-    torch.transpose: _transposed,
-    Tensor.mT.__get__: _transposed,  # type: ignore[attr-defined]  # a getter
-}
-_PARTS: frozenset[Any] = frozenset(_SLICES) | {
+_CHOOSE = (Tensor.__getitem__, Tensor.index_select, torch.index_select)
+_PARTS: frozenset[Any] = frozenset(_CHOOSE) | {
     Tensor.T.__get__,  # type: ignore[attr-defined]  # a getter
-    *(Tensor.t, torch.t, Tensor.view, Tensor.reshape, Tensor.permute, Tensor.flatten, Tensor.unsqueeze, Tensor.squeeze),
-    *(Tensor.chunk, torch.chunk, Tensor.split, torch.split, Tensor.contiguous, Tensor.expand),
-    *(Tensor.to, Tensor.float, Tensor.bfloat16, Tensor.half, Tensor.type_as),
+    Tensor.mT.__get__,  # type: ignore[attr-defined]  # a getter
+    *(Tensor.t, torch.t, Tensor.transpose, torch.transpose, Tensor.permute, torch.permute, Tensor.contiguous),
+    *(Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, Tensor.unsqueeze, Tensor.squeeze, Tensor.expand),
+    *(Tensor.unbind, torch.unbind, Tensor.chunk, torch.chunk, Tensor.split, torch.split, Tensor.narrow, Tensor.select),
+    *(Tensor.to, Tensor.float, Tensor.bfloat16, Tensor.half, Tensor.type_as, torch._weight_norm),  # noqa: SLF001  # no public way
 }
-"""Functions whose results are frozen if their argument is wholly frozen."""
+"""Functions whose results are rows of their argument: views, and copies row by row."""
 
 
-def _product(func: Any, x: Tensor, stack: FrozenView, offs: Tensor | None = None, *rest: Any, **kwargs: Any) -> Any:
-    w, device = stack.as_subclass(Tensor), x.device.type
-    others = [*rest, *kwargs.values()]  # a bias, or the output's type
-    if (
-        any(each is not None for each in others)
-        or (x.ndim, w.ndim) != (_BATCHES[func], 3)
-        or (offs is None) == (func is _GROUPED)
-        or (offs is None and len(x) != len(w))
-    ):
-        given = {"offs": offs} if offs is not None else {}
-        return func(x, w, *rest, **given, **kwargs)
-    if offs is None and torch.is_autocast_enabled(device) and w.dtype != torch.float64:
+def _pair_of(equation: str, *operands: Any) -> tuple[Tensor, Tensor] | None:
+    """Return the operands of the batched product that `einsum` makes of a batch and a stack; `None` if it makes another."""
+    found = _BATCHED_EINSUM.fullmatch(equation.replace(" ", ""))
+    if found is None or not isinstance(operands[-1], FrozenView) or 1 in {*operands[0].shape, *operands[1].shape}:
+        return None
+    a, stack = operands
+    return a, stack if found["c"] else FrozenView.of(stack.mT, stack.active_E)
+
+
+_BATCHED_EINSUM = re.compile(r"(\w)(\w)(?!\1|\2)(\w),\1(?:\3(?P<c>\w)|(?P<d>\w)\3)->\1\2(?(c)(?P=c)|(?P=d))")
+
+
+def _product(func: Any, a: Any, b: Any, offs: Tensor | None = None, *rest: Any, **kwargs: Any) -> Tensor | None:
+    """Return the product of a stack and a batch, or groups, without gradients of inactive rows; `None` if it is another."""
+    first, grouped, others = isinstance(a, FrozenView), func is _GROUPED, [*rest, *kwargs.values()]  # a bias, or a type
+    fits = first != isinstance(b, FrozenView) and (a.ndim, b.ndim) == (_BATCHES[func], 3)
+    alike = grouped if offs is not None else not grouped and len(a) == len(b)
+    if not fits or not alike or any(each is not None for each in others):
+        return None
+    stack: Any = a if first else b
+    rows, a, b, device = stack.active_E, a.as_subclass(Tensor), b.as_subclass(Tensor), a.device.type
+    if offs is None and torch.is_autocast_enabled(device) and stack.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
-        x, w = x.to(dtype), w.to(dtype)
-    return _RowsProduct.apply(x, w, offs, stack.active_E)  # type: ignore[no-untyped-call]
+        a, b = a.to(dtype), b.to(dtype)
+    return cast("Tensor", _RowsProduct.apply(a, b, offs, (rows, first)))  # type: ignore[no-untyped-call]
 
 
 class _RowsProduct(torch.autograd.Function):
@@ -287,30 +318,33 @@ class _RowsProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w_EKN: Tensor, offs: Tensor | None, active_E: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w_EKN, offs)
-        ctx.active_E = active_E
-        return _multiply(x, w_EKN, offs)
+    def forward(ctx: Any, a: Tensor, b: Tensor, offs: Tensor | None, rows: tuple[Tensor, bool]) -> Tensor:
+        ctx.save_for_backward(a, b, offs)
+        ctx.active_E, ctx.first = rows
+        return _multiply(a, b, offs)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        x, w_EKN, offs = ctx.saved_tensors
-        of_x, of_w = None, None
-        if ctx.needs_input_grad[0]:
-            of_x = _multiply(gradient, w_EKN.mT, offs)
-        if ctx.needs_input_grad[1]:
-            of_w = torch.zeros_like(w_EKN)
-            columns = offs is not None and w_EKN.stride(-2) == 1 and w_EKN.stride(-1) != 1
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        a, b, offs = ctx.saved_tensors
+        found: list[Tensor | None] = [None, None]
+        stack = 0 if ctx.first else 1
+        if ctx.needs_input_grad[1 - stack]:
+            found[1 - stack] = _multiply(a.mT, gradient, offs) if ctx.first else _multiply(gradient, b.mT, offs)
+        if ctx.needs_input_grad[stack]:
+            found[stack] = of_stack = torch.zeros_like(ctx.saved_tensors[stack])
+            columns = offs is not None and b.stride(-2) == 1 and b.stride(-1) != 1
             for start, stop in _runs(ctx.active_E):
                 rows, ends = slice(start, stop), None
                 if offs is not None:
-                    first = int(offs[start - 1]) if start else 0
-                    rows, ends = slice(first, int(offs[stop - 1])), offs[start:stop] - first
-                if columns:
-                    of_w[start:stop] = _multiply(gradient[rows].mT, x[rows], ends).mT
+                    before = int(offs[start - 1]) if start else 0
+                    rows, ends = slice(before, int(offs[stop - 1])), offs[start:stop] - before
+                if ctx.first:
+                    of_stack[start:stop] = _multiply(gradient[rows], b[rows].mT, ends)
+                elif columns:
+                    of_stack[start:stop] = _multiply(gradient[rows].mT, a[rows], ends).mT
                 else:
-                    of_w[start:stop] = _multiply(x[rows].mT, gradient[rows], ends)
-        return of_x, of_w, None, None
+                    of_stack[start:stop] = _multiply(a[rows].mT, gradient[rows], ends)
+        return *found, None, None
 
 
 def _multiply(a: Tensor, b: Tensor, offs: Tensor | None) -> Tensor:
@@ -331,6 +365,9 @@ _BATCHES: dict[Any, int] = dict.fromkeys(_BATCHED, 3) | ({} if _GROUPED is None 
 """Products with stacks, and the first factor's number of dimensions."""
 _PRODUCTS: frozenset[Any] = frozenset(_BATCHES) | {
     *(nn.functional.linear, torch.mm, Tensor.mm, Tensor.__rmatmul__, torch.addmm, torch.baddbmm, torch.einsum),
-    *(torch.embedding, torch.conv1d, torch.conv2d, torch.conv3d, nn.functional.bilinear),
+    *(torch.mv, Tensor.mv, torch.tensordot, torch.inner, torch.addbmm, nn.functional.bilinear),
+    *(torch.conv1d, torch.conv2d, torch.conv3d),
+    *(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d),
+    *(nn.functional.embedding, nn.functional.embedding_bag, nn.functional.multi_head_attention_forward),
 }
 """Functions whose gradients are worth leaving out."""

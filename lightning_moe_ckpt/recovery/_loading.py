@@ -30,6 +30,7 @@ from lightning_moe_ckpt.operators import Box, Operator, OperatorSet, RecordKind
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import NEVER, PEER, TokenLedger, expert_names
 from lightning_moe_ckpt.recovery._attempt import RestoreAttempt, Restored, RestorePlan, ShardSource
+from lightning_moe_ckpt.recovery._frozen import Frozen
 from lightning_moe_ckpt.recovery._index import spelled_names
 from lightning_moe_ckpt.recovery._replay import Replay
 from lightning_moe_ckpt.snapshot import (
@@ -289,13 +290,13 @@ def replay_of(
     exchange: Exchange,
     engine: CopyEngine,
     *,
-    may_skip: bool,
+    frozen: Callable[..., Frozen],
     as_user: Callable[[Journal], None],
 ) -> tuple[WindowLayout, Replay]:
     """Return a verified generation's layout, and its replay, for `load_found`; its first records are on their way to all ranks.
     Collective.
 
-    For `may_skip` and `as_user` see `Replay`.
+    For `frozen` and `as_user` see `Replay`.
 
     Raises:
         IdentityMismatch: the segments are not laid out as this model, plan and world require.
@@ -309,11 +310,12 @@ def replay_of(
         groups=groups,
         segments=found.segments,
         first_step=found.first_step,
-        may_skip=may_skip,
+        frozen=frozen,
         engine=engine,
         as_user=as_user,
         missing=found.chosen.missing,
     )
+    replay.share_seen(exchange)
     replay.fetch(found.first_step)
     return layout, replay
 
@@ -330,6 +332,7 @@ def follow_found(
 ) -> tuple[WindowLayout, Journal]:
     """Return a restored generation's layout, and its first step's outcome; load nothing. Collective."""
     layout = _layout_of(found, view, groups, exchange)
+    exchange.gather_values([])  # as ranks that load do
     outcome: Journal = decode_journal(found.layouts[0].view(found.segments[0], JOURNAL))["outcome"]
     return layout, outcome
 

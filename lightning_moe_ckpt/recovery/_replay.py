@@ -16,9 +16,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from operator import is_
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.journal import Journal, decode_journal
 from lightning_moe_ckpt.native import Column, Copy, CopyEngine, copy_through
 from lightning_moe_ckpt.operators import RecordKind, Region, complete, follow, memory_of, with_memory
@@ -88,7 +89,7 @@ class Replay:
         groups: this rank's place.
         segments: this rank's segment of every step, verified; released step by step.
         first_step: boundary of the window's first step.
-        may_skip: see `Frozen`.
+        frozen: makes `Frozen`, but for `as_user`.
         engine: copies host memory into live tensors.
         as_user: gives every parameter the user's own `requires_grad` of a boundary, and the optimizer its groups, from
             the journal's start half.
@@ -102,7 +103,7 @@ class Replay:
         groups: ParallelGroups,
         segments: Sequence[Tensor],
         first_step: int,
-        may_skip: bool,
+        frozen: Callable[..., Frozen],
         engine: CopyEngine,
         as_user: Callable[[Journal], None],
         missing: Collection[str],
@@ -117,24 +118,22 @@ class Replay:
         self._full = [everything if plan.partial else names.intersection(everything) for names in full]
         """Operators with their full state, by step; of one in shards this rank may have nothing."""
         self._segments: list[Tensor | None] = list(segments)
-        self._first, self._may_skip = first_step, may_skip
+        self._first = first_step
         self.journals: list[Journal] = [
             decode_journal(layout.segment.view(segment, JOURNAL))
             for layout, segment in zip(self._layouts, segments, strict=True)
         ]
         self._missing = {name for name in missing if name in self._view.operators}
         self._active = set(self._missing)
-        self.frozen = Frozen(
-            self._view.module,
-            self._view.operators,
-            may_skip=may_skip,
-            as_user=lambda: self._as_user(self.start(self._first + self._newest)),
-        )
-        """Operators without a step until active."""
-        self._named = False
-        """Whether the known cause of other losses was logged."""
         self._newest = -1
         """Index of the newest loaded step."""
+        as_then = lambda: self._as_user(self.start(self._first + self._newest))  # noqa: E731
+        self.frozen = frozen(self._view.module, self._view.operators, as_user=as_then)
+        """Operators without a step until active."""
+        self._seen: list[list[str] | None] = [each["outcome"].get("seen") for each in self.journals]
+        """Parameters at whose gradients hooks look, by the window's steps; `None` where that is not known."""
+        self._named = False
+        """Whether the known cause of other losses was logged."""
         self._loaded = _Loaded([])
         self.fetched: dict[int, tuple[list[_Sent], Iterator[_Sent]]] = {}
         """Parts on their way, and those that follow, by the window's step; at most two are under way at once."""
@@ -230,7 +229,13 @@ class Replay:
 
     def freeze(self) -> None:
         """Freeze all operators that are not active; parameters frozen by the user stay frozen."""
-        self.frozen.freeze(self._active)
+        self.frozen.freeze(self._active, self._seen[min(self._newest + 1, len(self._seen) - 1)])
+
+    def share_seen(self, exchange: Exchange) -> None:
+        """Let hooks of all ranks find whole gradients: reduced ones have a part of every rank. Collective."""
+        told = cast("list[list[list[str] | None]]", exchange.gather_values(self._seen))
+        steps = zip(*filter(None, told), strict=True)
+        self._seen = [None if None in step else sorted(set(chain.from_iterable(filter(None, step)))) for step in steps]
 
     # -- private
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -15,7 +15,7 @@ from lightning_moe_ckpt.operators import OperatorSet, StateSchema, discover, mar
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import Policy
 from lightning_moe_ckpt.process import StallMeter, collections_paused
-from lightning_moe_ckpt.recovery import JournalReader
+from lightning_moe_ckpt.recovery import JournalReader, Omits
 from lightning_moe_ckpt.snapshot import Averages, StateView, owners_of
 from lightning_moe_ckpt.tiers import SessionConfig
 
@@ -30,10 +30,9 @@ class SessionJob:
     schema: StateSchema
     groups: ParallelGroups
     autocast_dtype: torch.dtype | None
-    compiled: bool
-    """Whether a compiler makes other programs, with other rounding, for watched or frozen modules."""
-    may_skip: bool
-    """Whether `requires_grad` may be toggled in replay, unless `compiled`."""
+    compiled: Collection[torch.nn.Module]
+    """Modules of which a compiler makes other programs, with other rounding, if they are watched or frozen."""
+    omits: Omits
     may_edit_unseen: bool
     """Whether the user's code may change parameters beside copies without a trace."""
     may_edit_steps: bool

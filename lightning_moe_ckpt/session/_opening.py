@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from lightning_moe_ckpt.journal import Journal
 from lightning_moe_ckpt.launch import Supervised
 from lightning_moe_ckpt.planning import Planner
 from lightning_moe_ckpt.recovery import (
+    Frozen,
     Replay,
     RestoreSource,
     ResumeRequest,
@@ -122,7 +124,7 @@ def open_run(job: SessionJob, planner: Planner, *, load: bool) -> tuple[OpenRun,
         if found is not None and load:  # its bytes travel while tiers are joined
             layout, replay = replay_of(
                 *(found, view, groups, exchange, job.engine),
-                may_skip=job.may_skip and not job.compiled,
+                frozen=partial(Frozen, whole=job.compiled, omits=job.omits),
                 as_user=job.journals.as_user,
             )
             restoring = Restoring(layout, replay.journals[0]["outcome"], replay)

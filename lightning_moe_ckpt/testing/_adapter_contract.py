@@ -113,7 +113,7 @@ class AdapterContract:
             for param in trained:
                 param.requires_grad_(True)
 
-        frozen, want = Frozen(model, operators, may_skip=True, as_user=as_user), self._gradients(model)
+        frozen, want = Frozen(model, operators, as_user=as_user), self._gradients(model)
         for active in self._active_sets(operators):
             frozen.freeze({op.name for op in active})
             got = self._gradients(model)

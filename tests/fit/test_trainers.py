@@ -177,7 +177,8 @@ def test_compiled_parts_are_recognised(part: Callable[[], nn.Module], compiled: 
     """However the compiler was asked for, in any submodule."""
     module = LightningModule()
     module.inner = nn.Sequential(nn.Identity(), part())
-    assert _trainer.is_compiled(module) == compiled
+    assert (module.inner[1] in _trainer.compiled_modules(module)) == compiled
+    assert module not in _trainer.compiled_modules(module)
 
 
 class _Compared(Callback):

@@ -22,7 +22,8 @@ from lightning_moe_ckpt.operators import discover
 from lightning_moe_ckpt.recovery import Frozen
 from lightning_moe_ckpt.recovery._frozen import FrozenView
 
-Kind = Literal["stacked", "transformers", "dense"]
+Kind = Literal["stacked", "eager", "batched_mm", "grouped_mm", "dense", "encoder", "compiled"]
+EXPERTS_OF_OTHERS: tuple[Kind, ...] = ("eager", "batched_mm", "grouped_mm")
 WINDOW, FAILS_AT, STEPS = 6, 15, 18
 
 
@@ -34,9 +35,14 @@ class _Blocks(nn.Module):
         self.embed = nn.Embedding(64, 48)
         self.inner = nn.ModuleList(nn.Linear(48, 48) for _ in range(2))
         self.outer = nn.ModuleList(
-            nn.Sequential(nn.Linear(48, 192), nn.GELU(), nn.Linear(192, 48)) if kind == "dense" else MoELayer(48, 96, 8)
+            MoELayer(48, 96, 8)
+            if kind == "stacked"
+            else nn.Sequential(nn.Linear(48, 192), nn.GELU(), nn.Linear(192, 48))
             for _ in range(2)
         )
+        if kind == "compiled":
+            for each in self.outer:
+                each.compile(backend="aot_eager")
 
     @override
     def forward(self, tokens: Tensor) -> Tensor:
@@ -48,10 +54,29 @@ class _Blocks(nn.Module):
         return x
 
 
-class _Transformer(nn.Module):
+class _Encoder(nn.Module):
+    """Attention of torch, with weights that no module of their own runs."""
+
     def __init__(self) -> None:
         super().__init__()
+        self.embed = nn.Embedding(64, 48)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(48, 4, 192, batch_first=True, norm_first=True) for _ in range(3)
+        )
+
+    @override
+    def forward(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class _Transformer(nn.Module):
+    def __init__(self, experts: str) -> None:
+        super().__init__()
         size: dict[str, Any] = {"vocab_size": 64, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2}
+        size["experts_implementation"] = experts
         config = MixtralConfig(**size, num_local_experts=8, num_attention_heads=4, num_key_value_heads=4)
         self.inner = MixtralModel(config)
 
@@ -61,18 +86,24 @@ class _Transformer(nn.Module):
         return out
 
 
+def _flops_of_groups(a: tuple[int, ...], b: tuple[int, ...], *_: Any, **__: Any) -> int:
+    return 2 * a[0] * a[1] * b[-1]
+
+
 class _Counted(LightningModule):
     """Counts the operations of each optimizer step, and reads gradients behind it, without a look whether they are there."""
 
     def __init__(self, kind: Kind, fails_at: int | None, *, asks: bool) -> None:
         super().__init__()
         self._asks = asks
-        self.model: nn.Module = _Transformer() if kind == "transformers" else _Blocks(kind)
+        self.model: nn.Module = (
+            _Encoder() if kind == "encoder" else _Transformer(kind) if kind in EXPERTS_OF_OTHERS else _Blocks(kind)
+        )
         self.head = nn.Linear(48, 64)
         self.flops: dict[int, int] = {}
         """By the number of optimizer steps behind each; those after the failure are like all others."""
         self._fails_at = fails_at
-        self._counter = FlopCounterMode(display=False)
+        self._counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: _flops_of_groups})
 
     @override
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -108,13 +139,37 @@ class _Counted(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def _fit(folder: Path, kind: Kind, *, fails_at: int | None = None, save: bool = True, asks: bool = False) -> _Counted:
+class _Looks(Callback):
+    """Reads gradients at some steps, as users do who log norms; `of` are parameters by their name's start."""
+
+    def __init__(self, every: int, of: str = "") -> None:
+        self._every, self._of = every, of
+        self.norms: dict[int, Tensor] = {}
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
+        if trainer.global_step % self._every == 0:
+            gradients = [param.grad for name, param in pl_module.named_parameters() if name.startswith(self._of)]
+            self.norms[trainer.global_step] = torch.nn.utils.get_total_norm(
+                [each for each in gradients if each is not None]
+            )
+
+
+def _fit(
+    folder: Path,
+    kind: Kind,
+    *others: Callback,
+    fails_at: int | None = None,
+    save: bool = True,
+    asks: bool = False,
+) -> _Counted:
     seed_everything(3)
     module = _Counted(kind, fails_at, asks=asks)
     callbacks: list[Callback] = (
         [SparseCheckpoint(str(folder / "run"), window=WINDOW, untouched=["module.*"])] if save else []
     )
     silent: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    callbacks += others
     trainer = Trainer(max_steps=STEPS, callbacks=callbacks, accelerator="cpu", default_root_dir=str(folder), **silent)
     data = torch.randint(0, 64, (4 * STEPS, 9), generator=torch.Generator().manual_seed(5))
     loader: Any = DataLoader(data, batch_size=4)  # type: ignore[arg-type]  # a tensor is a dataset
@@ -123,7 +178,7 @@ def _fit(folder: Path, kind: Kind, *, fails_at: int | None = None, save: bool = 
     return module
 
 
-@pytest.mark.parametrize("kind", ["stacked", "transformers", "dense"])
+@pytest.mark.parametrize("kind", ["stacked", "eager", "batched_mm", "grouped_mm", "dense", "encoder"])
 def test_replayed_steps_compute_no_gradient_of_what_is_frozen(kind: Kind, tmp_path: Path) -> None:
     """Each step of the window saves less than the one before, and what comes of it is what an undisturbed run has."""
     alone = _fit(tmp_path / "alone", kind, save=False)
@@ -139,6 +194,36 @@ def test_replayed_steps_compute_no_gradient_of_what_is_frozen(kind: Kind, tmp_pa
     assert shares[-1] == 0
 
 
+def test_what_is_compiled_computes_everything_and_the_rest_does_not(tmp_path: Path) -> None:
+    """A compiler would make another program for each step of the window: only modules beside its own leave gradients out."""
+    alone = _fit(tmp_path / "alone", "compiled", save=False)
+    _fit(tmp_path, "compiled", fails_at=FAILS_AT)
+    resumed = _fit(tmp_path, "compiled")
+    for (name, want), got in zip(alone.named_parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(want, got), name
+    share = max(1 - resumed.flops[step] / alone.flops[step] for step in resumed.flops)
+    outside = 2 * 48 * 48 + 48 * 64  # of these and 4 * 48 * 192 compiled weights
+    assert 0.02 < share <= outside / (outside + 4 * 48 * 192) / 3
+
+
+@pytest.mark.parametrize(("every", "of"), [(1, ""), (3, ""), (1, "head")])
+def test_hooks_find_the_gradients_at_which_they_look(every: int, of: str, tmp_path: Path) -> None:
+    """The journal says at which ones they looked in the original run: these are computed, and no others."""
+    looks = [_Looks(every, of) for _ in range(3)]
+    alone = _fit(tmp_path / "alone", "stacked", looks[0], save=False)
+    _fit(tmp_path, "stacked", looks[1], fails_at=FAILS_AT)
+    resumed = _fit(tmp_path, "stacked", looks[2])
+    for (name, want), got in zip(alone.named_parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(want, got), name
+    assert looks[2].norms, "it has looked"
+    assert all(torch.equal(looks[0].norms[step], norm) for step, norm in looks[2].norms.items())
+    repeated = [step for step in sorted(resumed.flops) if step <= FAILS_AT - FAILS_AT % WINDOW]
+    for step in repeated:
+        share = 1 - resumed.flops[step] / alone.flops[step]
+        seen = (step - 1) % every == 0 and not of
+        assert share == 0 if seen else share > 0.15, f"step {step} leaves out {share}"
+
+
 def test_a_step_that_asks_for_gradients_of_weights_is_replayed(tmp_path: Path) -> None:
     """A frozen matrix has none to give: the step is done once more with all of them, and draws the same numbers."""
     alone = _fit(tmp_path / "alone", "dense", save=False, asks=True)
@@ -149,6 +234,7 @@ def test_a_step_that_asks_for_gradients_of_weights_is_replayed(tmp_path: Path) -
 
 
 EXPERTS, ENDS = 5, (3, 3, 20, 29, 37)
+IDS, MASK = torch.tensor([4, 0, 2, 2, 1, 3, 0, 4, 4]), torch.tensor([True, False, True, True, True])
 
 
 def _in_groups(x_NK: Tensor, w_EKM: Tensor) -> Tensor:
@@ -169,13 +255,26 @@ USES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
     "batch, autocast": (_under_autocast, True),
     "groups": (_in_groups, True),
     "groups, transposed": (lambda x, w: _in_groups(x, w.transpose(-2, -1)), True),
-    "by keyword": (lambda x, w: torch.stack(torch.unbind(input=x @ w.transpose(dim0=1, dim1=2))), False),
+    "by keyword": (lambda x, w: torch.stack(torch.unbind(input=x @ w.transpose(dim0=1, dim1=2))), True),
+    "permuted": (lambda x, w: x @ w.permute(0, 2, 1), True),
+    "halves of rows": (lambda x, w: torch.cat([x @ half for half in w.chunk(2, dim=2)], 2), True),
+    "runs of rows": (lambda x, w: torch.cat([x[:2] @ w[:2], x[2:] @ w.narrow(0, 2, 3)]), True),
+    "in another type": (lambda x, w: x.double() @ w.to(torch.float64), True),
+    "reshaped": (lambda x, w: x @ w.flatten(1).view(EXPERTS, 48, 48).contiguous(), True),
+    "stack first": (lambda x, w: torch.bmm(w, x.mT), True),
+    "gathered": (lambda x, w: torch.bmm(w[IDS], x[:, 0][IDS].unsqueeze(-1)).squeeze(-1), True),
+    "gathered by a function": (lambda x, w: torch.bmm(x[:, :2][IDS], w.index_select(0, IDS)), True),
+    "by equation": (lambda x, w: torch.einsum("enk,ekm->enm", x, w), True),
+    "by equation, transposed": (lambda x, w: torch.einsum("e n k, e m k -> e n m", x, w), True),
+    "gathered by pairs": (lambda x, w: x[:, :1, None] @ w[torch.stack([IDS[:EXPERTS], IDS[-EXPERTS:]], 1)], False),
+    "masked": (lambda x, w: x[MASK] @ w[MASK], False),
+    "in another order": (lambda x, w: x @ w.flip(0), False),
     "transposed over experts, by keyword": (
         lambda x, w: x[:1].expand(48, -1, -1)[..., :EXPERTS] @ w.transpose(dim0=0, dim1=1),
         False,
     ),
     "of four dimensions": (lambda x, w: x @ w.view(EXPERTS, 1, 48, 48), False),
-    "all at once": (lambda x, w: torch.einsum("enk,ekm->enm", x, w), False),
+    "over experts": (lambda x, w: torch.einsum("enk,ekm->nm", x, w), False),
     "elementwise": (lambda x, w: x[:, :1] * w.sum(-1, keepdim=True).mT, False),
 }
 """Ways to use a stack, and whether rows are left out in them."""
@@ -249,7 +348,7 @@ def test_modules_cannot_tell_that_they_are_frozen(hooks: str) -> None:
     for param in model.parameters() if hooks == "accumulated" else ():
         param.register_post_accumulate_grad_hook(lambda param: met.append(param.grad.clone()))  # type: ignore[no-untyped-call]
     operators = discover(model, ep_size=1)
-    frozen = Frozen(model, operators, may_skip=True, as_user=lambda: None)
+    frozen = Frozen(model, operators, as_user=lambda: None)
     active = operators.operators[0]
     found = []
     for freezes in (False, True):

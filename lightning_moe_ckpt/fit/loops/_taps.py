@@ -7,7 +7,8 @@ gradients are clipped. A tap is an instance attribute on one trainer's loops or 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -15,10 +16,16 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
+from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.fit.loaders._positions import ask, loops_of
 from lightning_moe_ckpt.fit.loops._port import tap, tap_after_closure, tap_clipping
 from lightning_moe_ckpt.journal import Unread
+from lightning_moe_ckpt.recovery import ANY_GRADIENT
+
+log = rank_logger(__name__)
 
 
 class LoopListener(Protocol):
@@ -195,6 +202,47 @@ def tap_step(trainer: Trainer, around: Callable[[Callable[[], Any]], Any]) -> Ca
     return tap(trainer.strategy, "training_step", lambda *args, **kwargs: around(lambda: step(*args, **kwargs)))
 
 
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Hide looks at gradients from `SeenGradients`."""
+    before, SeenGradients.rests = SeenGradients.rests, True
+    try:
+        yield
+    finally:
+        SeenGradients.rests = before
+
+
+class SeenGradients(TorchFunctionMode):
+    """Note parameters at whose gradients code looks, while entered."""
+
+    rests = False
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self._names = {id(param): name for name, param in module.named_parameters()}
+        self._found: set[str] = set()
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _LOOKS and not self.rests:
+            self._found.add(self._names.get(id(args[0]), ANY_GRADIENT))
+        return func(*args, **(kwargs or {}))
+
+    def run(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Call a function while entered."""
+        with self:
+            return call(*args)
+
+    def take(self) -> list[str]:
+        """Return the names since the last call."""
+        found, self._found = self._found, set()
+        return [ANY_GRADIENT] if ANY_GRADIENT in found or len(found) > _MOST_NAMES else sorted(found)
+
+
+_LOOKS = frozenset({Tensor.grad.__get__, Tensor._grad.__get__})  # type: ignore[union-attr]  # getters
+_CALLS, _MOST_NAMES = ("post_backward", "_after_closure"), 64  # methods of a plugin that call hooks; names in a journal
+
+
 class StepOutcome:
     """Results of the step under way beside the state that it leaves, for the journal: norm, overflow flag and losses.
 
@@ -202,7 +250,12 @@ class StepOutcome:
     then, so neither can be computed again. The logged norm, and not a coefficient, gives the same bits.
     """
 
-    def __init__(self, trainer: Trainer, norm: Callable[[list[torch.nn.Parameter]], Tensor] | None) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        norm: Callable[[list[torch.nn.Parameter]], Tensor] | None,
+        watched: torch.nn.Module | None = None,
+    ) -> None:
         self.losses: list[Tensor] = []
         """Losses of the step's batches, on the device."""
         self._norm: Tensor | None = None
@@ -215,7 +268,11 @@ class StepOutcome:
         self._plugin, self._norm_of = trainer.precision_plugin, norm if norm is not None else _total_norm
         # No hook comes behind clipping.
         by_value = tap_clipping(self._plugin, self._clip_by_value, "value")
-        self._undo = tap_clipping(self._plugin, self._clip), by_value, tap_after_closure(self._plugin, self._closed)
+        self._seen = None if watched is None else SeenGradients(watched)
+        noted = [] if self._seen is None else [(name, self._seen.run, getattr(self._plugin, name)) for name in _CALLS]
+        looks = [tap(self._plugin, name, partial(run, call)) for name, run, call in noted]
+        closed = tap_after_closure(self._plugin, self._closed)  # outside of what is watched
+        self._undo = tap_clipping(self._plugin, self._clip), by_value, closed, *looks
 
     def follow(self, original: Mapping[str, Any] | None, clipped: Callable[[], None] | None) -> None:
         """Use the results of the `original` step, if any; call before the step. `clipped` is called right before the optimizer steps."""
@@ -247,6 +304,13 @@ class StepOutcome:
         """Return the outcome of the step that ended at boundary `step`; the next step begins without losses."""
         losses, self.losses = self.losses, []
         results = {"grad_norm": self._norm, "found_inf": self._overflow, "losses": losses, "batches": batches}
+        if self._seen is not None:
+            results["seen"] = found = self._seen.take()
+            known = [ANY_GRADIENT] if self._original is None else self._original.get("seen", [ANY_GRADIENT])
+            if ANY_GRADIENT not in known and not {*found} <= {*known}:
+                log.warning(
+                    "step %d: hooks look at gradients of %s, unlike the original run: frozen ones are zero", step, found
+                )
         return {"step": step, "epoch": epoch, **results}
 
     def remove(self) -> None:
@@ -254,6 +318,7 @@ class StepOutcome:
         for undo in self._undo:
             undo()
 
+    @unwatched()
     def _clip(self, optimizer: Any, clip_val: float) -> None:
         parameters = [p for p in self._plugin.main_params(optimizer) if p.grad is not None]
         original = None if self._original is None else self._original["grad_norm"]
@@ -264,6 +329,7 @@ class StepOutcome:
                 torch.nn.utils.clip_grads_with_norm_(group, clip_val, norm)
         self._norm = norm
 
+    @unwatched()
     def _clip_by_value(self, optimizer: Any, clip_val: float) -> None:
         for group in _by_mesh(self._plugin.main_params(optimizer)):
             torch.nn.utils.clip_grad_value_(group, clip_val)

@@ -179,9 +179,10 @@ def checkpoint_extra(trainer: Trainer, module: LightningModule) -> dict[str, obj
     return extra
 
 
-def is_compiled(module: LightningModule) -> bool:
-    """Return whether `torch.compile` was applied to a module, to a part or to a method."""
-    return module._compiler_ctx is not None or any(map(_is_compiled, module.modules()))
+def compiled_modules(module: LightningModule) -> set[torch.nn.Module]:
+    """Return the modules within `torch.compile`: of those to which, or to a method of which, it was applied, all parts."""
+    found = [module] if module._compiler_ctx is not None else filter(_is_compiled, module.modules())
+    return {part for each in found for part in each.modules()}
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:
