@@ -71,7 +71,7 @@ class PipelinedStrategy(DDPStrategy):
         pipeline_parallel: int,
         micro_batches: int,
         schedule: Literal["1f1b", "gpipe"],
-        localized_recovery: bool,
+        localized_recovery: bool | None,
         upstream_log_nbytes: int,
         **ddp: Any,
     ) -> None:
