@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from inspect import signature
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -39,6 +39,8 @@ from lightning_moe_ckpt.strategy._stage import (
     stand_out,
 )
 
+T = TypeVar("T")
+
 _NEEDED = {
     "scale_grads": "scale_grads" in signature(ScheduleGPipe.__init__).parameters,
     "eval": hasattr(ScheduleGPipe, "eval"),
@@ -54,6 +56,9 @@ class StepGuard(Protocol):
 
     def commit(self, agree: Callable[[], dict[str, int]]) -> None:
         """Call `agree`; the step is taken once it returns."""
+
+    def between(self, ask: Callable[[], T]) -> T | None:
+        """Return the result of `ask`, which has collectives between two steps; `None` if a failure for which the next step waits ends it."""
 
 
 class PipelinedStrategy(DDPStrategy):

@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable
 from enum import Enum, auto
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -47,6 +47,8 @@ from lightning_moe_ckpt.parallel._upstream import UpstreamLog
 from lightning_moe_ckpt.snapshot import DataAccess
 
 log = rank_logger(__name__)
+
+T = TypeVar("T")
 
 
 class RecoveryState(Enum):
@@ -414,6 +416,17 @@ class StageAlone:
             self._strategy.reducer.agreed |= self._flags
             log.info("step %d is taken: all ranks had come to its commit", self._here.taken)
         self._here = self._here._replace(taken=self._here.taken + 1)
+
+    def between(self, ask: Callable[[], T]) -> T | None:
+        """Return what `ask` collects between two steps; put a failure off to the next step, and return `None`, if it can wait there."""
+        try:
+            return ask()
+        except Exception as error:  # raised again unless another rank has failed
+            if self.run is None:
+                raise
+            self.run.sessions.put_off(error)
+            log.warning("figures of step %d are left out: a rank failed as they were collected", self._here.taken)
+            return None
 
     def _taken_by_all(self) -> int:
         """Return the steps that this stage has taken, as all ranks have decided."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -31,6 +31,7 @@ from lightning_moe_ckpt.fit.loggers._metrics import gather_in_stage, hold_metric
 from lightning_moe_ckpt.fit.loops._trainer import callbacks_of
 from lightning_moe_ckpt.fit.objects._memento import Memento
 from lightning_moe_ckpt.fit.objects._users import MOST_ITEMS_IN_A_STEP, restore_values
+from lightning_moe_ckpt.parallel import stepped_of
 from lightning_moe_ckpt.snapshot import DataAccess, versions
 
 
@@ -51,6 +52,7 @@ class StepUndo:
         self._accesses, self._count = accesses, accesses.count
         self._names, self._weights = zip(*module.named_parameters(), strict=True)
         self._versions = versions(self._weights)
+        self._gradients = [*_unzeroed(trainer, self._weights)]
 
     def edits(self) -> str:
         """Return how weights have changed since, or may have changed; empty if they have not."""
@@ -72,6 +74,23 @@ class StepUndo:
             )
         for put_back in self._put_back:
             put_back()
+        for weight, gradient in self._gradients:
+            weight.grad = None if gradient is None else gradient.clone()
+
+
+def _unzeroed(trainer: Trainer, weights: Iterable[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
+    """Yield the weights whose gradients no optimizer zeroes in the next attempt, with their gradients.
+
+    Backward has begun to add up gradients of whole parameters, where an optimizer has pieces of them and zeroes these.
+    """
+    stepped = {
+        id(each) for optimizer in trainer.optimizers for group in optimizer.param_groups for each in group["params"]
+    }
+    for weight in weights:
+        if stepped_of(weight) is not weight:
+            yield weight, None
+        elif id(weight) not in stepped:
+            yield weight, None if weight.grad is None else weight.grad.clone()
 
 
 def _hold_buffers(module: LightningModule) -> Callable[[], None]:
