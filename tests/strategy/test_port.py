@@ -85,6 +85,16 @@ def test_only_buffers_that_changed_are_voted_for() -> None:
     assert list(sync.votes()) == sync.flags
 
 
+def test_buffers_that_a_forward_replaces_are_voted_for() -> None:
+    """Also where the newest is at the place in memory of one that is gone, as every second one is that takes another's."""
+    module = nn.Module()
+    module.register_buffer("average", torch.zeros(2))
+    sync = BufferSync(module, (), ParallelGroups())
+    for _ in range(20):
+        module.average = module.average * 0.5
+        assert sync.votes() == {"buffer/average": 1}
+
+
 def test_names_are_registered_for_strings() -> None:
     """On import of the package; each with its start method."""
     for name, start_method in (("moe", "popen"), ("moe_spawn", "spawn"), ("moe_fork", "fork")):
