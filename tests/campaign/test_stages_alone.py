@@ -286,8 +286,9 @@ def rows() -> list[Any]:
     found = [pytest.param(editing, deaths, id="2x1x1, edits")]
     for row, places in FOUR_RANKS.items():
         name, _, option = row.partition(", ")
-        sharded = {"strategy_options": ((option, True),)} if option == "shard_optimizer" else {}
-        setup = replace(TOPOLOGIES[name], lists=200, **sharded or {"options": ((option, True),) if option else ()})
+        setup, more = replace(TOPOLOGIES[name], lists=200), ((option, True),) if option else ()
+        sharded = option == "shard_optimizer"
+        setup = replace(setup, strategy_options=more) if sharded else replace(setup, options=more)
         found.append(pytest.param(setup, chain([*places], [*places.values()]), id=row))
     return found
 
