@@ -145,7 +145,12 @@ class ExpertLoadMonitor(Callback):
     def hold_attempt(self) -> Callable[[], None]:
         """Return a function to restore the present counts: a step may be repeated."""
         undo = [] if self._loads is None else self._loads.hold()
-        return lambda: [each() for each in undo] and None
+
+        def put_back() -> None:
+            for each in undo:
+                each()
+
+        return put_back
 
     def _row(self, trainer: Trainer) -> dict[str, float] | None:
         assert self._loads is not None

@@ -6,6 +6,7 @@ import os
 import warnings
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -87,7 +88,7 @@ def test_only_buffers_that_changed_are_voted_for() -> None:
 
 def test_buffers_that_a_forward_replaces_are_voted_for() -> None:
     """Also where the newest is at the place in memory of one that is gone, as every second one is that takes another's."""
-    module = nn.Module()
+    module: Any = nn.Module()
     module.register_buffer("average", torch.zeros(2))
     sync = BufferSync(module, (), ParallelGroups())
     for _ in range(20):
