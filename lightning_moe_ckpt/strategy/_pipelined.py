@@ -58,7 +58,7 @@ class StepGuard(Protocol):
         """Call `agree`; the step is taken once it returns."""
 
     def between(self, ask: Callable[[], T]) -> T | None:
-        """Return the result of `ask`, which has collectives between two steps; `None` if a failure for which the next step waits ends it."""
+        """Return the result of `ask`, with collectives between two steps; `None` after a failure that the next step handles."""
 
 
 class PipelinedStrategy(DDPStrategy):

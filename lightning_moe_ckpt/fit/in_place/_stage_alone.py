@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 
 _MOST_TRIES = 5
-"""Tries of stages to come to one step: one that asks all ranks by itself, say, waits for ranks that wait for it, and hangs each time."""
+"""Tries of stages to come to a step. A stage that asks all ranks directly hangs in each, since waiting ranks do not answer."""
 
 
 class RecoveryState(Enum):
@@ -427,7 +427,7 @@ class StageAlone:
         self._here = self._here._replace(taken=self._here.taken + 1)
 
     def between(self, ask: Callable[[], T]) -> T | None:
-        """Return what `ask` collects between two steps; put a failure off to the next step, and return `None`, if it can wait there."""
+        """Return the result of `ask`, with collectives between two steps; `None` after a failure, which is put off to the next step."""
         try:
             return ask()
         except Exception as error:  # raised again unless another rank has failed
