@@ -147,6 +147,11 @@ class CapacityBoost(Callback):
         return {fqn: boost.debts.open for fqn, boost in self._boosts.items() if boost.debts.any}
 
     @property
+    def asks_all_ranks(self) -> bool:
+        """Whether there are debts, for which every step has a collective of all ranks."""
+        return bool(self._stored or any(boost.debts.any for boost in self._boosts.values()))
+
+    @property
     def repaid(self) -> int:
         """Tokens that experts in debt have processed beyond what they would have without boost, in the whole run."""
         return sum(sum(boost.debts.repaid) for boost in self._boosts.values())

@@ -8,9 +8,9 @@ reader changes what the other reads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.metrics import load_skew
 from lightning_moe_ckpt.operators import CountProbe, LoadCounter, OperatorSet, discover
 from lightning_moe_ckpt.parallel import current_groups
+from lightning_moe_ckpt.parallel._upstream import MAY_BE_MISSING, UpstreamLog
 
 log = rank_logger(__name__)
 
@@ -58,13 +59,16 @@ class LayerLoads:
         module: the model; layers without a counter of their own get hooks.
         ep_size: ranks that share the experts of a layer.
         device: device of the collectives' tensors.
+        upstream: log of all stages' answers, for a stage that repeats steps; `None` without stages.
 
     Raises:
         UnknownLayout: something that looks like experts could not be placed.
     """
 
-    def __init__(self, module: nn.Module, *, ep_size: int, device: torch.device) -> None:
-        found, self._device = discover(module, ep_size=ep_size), device
+    def __init__(
+        self, module: nn.Module, *, ep_size: int, device: torch.device, upstream: UpstreamLog | None = None
+    ) -> None:
+        found, self._device, self._upstream = discover(module, ep_size=ep_size), device, upstream
         uncounted = [layer.fqn for layer in found.layers if layer.count is None]
         if uncounted:
             log.warning("the load of %s is not logged: tokens cannot be counted there", uncounted)
@@ -92,14 +96,19 @@ class LayerLoads:
         for counter in self._counters:
             counter.distrust([failure.layer for failure in failures])
 
-    def read(self, numbers: Sequence[int] = ()) -> tuple[list[LayerLoad], Tensor]:
+    def hold(self) -> list[Callable[[], None]]:
+        """Return functions to restore the present counts."""
+        return [undo for counter in self._counters for undo in counter.hold()]
+
+    def read(self, numbers: Sequence[int] = ()) -> tuple[list[LayerLoad], Tensor] | None:
         """Return the loads since the last call, by one collective of all ranks, or several with stages. Waits for the device.
 
         Args:
             numbers: numbers of this rank; every rank must give equally many.
 
         Returns:
-            The loads, and `numbers` of every rank as int64 `[R, N]` on the CPU.
+            The loads, and `numbers` of every rank as int64 `[R, N]` on the CPU; `None` in a repeated step in which a failure
+            had ended the reading.
         """
         distributed = dist.is_available() and dist.is_initialized()
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
@@ -113,11 +122,14 @@ class LayerLoads:
             *found, ranks = torch.split(sum_over_ranks(everything, self._device), [*sizes, ranks_RN.numel()])
             return self._loads(*found), ranks.view_as(ranks_RN)
         own = self._loads(*torch.split(sum_over_ranks(torch.cat(counts), self._device), sizes))
-        told = Exchange(groups, "pipeline_control").gather_values(
-            [[each.layer, each.tokens, each.drops] for each in own]
-        )
-        rows = Exchange(groups).gather([*numbers]) if numbers else ranks_RN.tolist()
-        return [LayerLoad(*each) for stage in cast("list[list[Any]]", told) for each in stage], torch.tensor(rows)
+        said = [[each.layer, each.tokens, each.drops] for each in own]
+
+        def ask() -> Any:
+            told = Exchange(groups, "pipeline_control").gather_values(said)
+            return [told, Exchange(groups).gather([*numbers]) if numbers else ranks_RN.tolist()]
+
+        answered = ask() if self._upstream is None else self._upstream.answer(MAY_BE_MISSING, ask)
+        return answered and ([LayerLoad(*each) for stage in answered[0] for each in stage], torch.tensor(answered[1]))
 
     def _loads(self, processed: Tensor, dropped: Tensor) -> list[LayerLoad]:
         drops = dict(_by_layer(self._dropped, dropped))

@@ -7,6 +7,7 @@ step's journal, and Lightning would repeat them in rows in which they were not m
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -91,7 +92,8 @@ class ExpertLoadMonitor(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         device = trainer.strategy.root_device
-        self._loads = LayerLoads(pl_module, ep_size=expert_parallel_size(trainer), device=device)
+        upstream = getattr(trainer.strategy, "upstream", None)
+        self._loads = LayerLoads(pl_module, ep_size=expert_parallel_size(trainer), device=device, upstream=upstream)
         self._checkpoint = checkpoint_of(trainer)
         self._step, self.latest = trainer.global_step, {}
         if self._checkpoint is not None:
@@ -124,7 +126,8 @@ class ExpertLoadMonitor(Callback):
         self._step = trainer.global_step
         every = self.every_n_steps or int(trainer.log_every_n_steps)  # type: ignore[attr-defined]
         if every and self._step % every == 0:
-            row = self._row(trainer)
+            guard: Any = getattr(trainer.strategy, "step_guard", None)
+            row = self._row(trainer) if guard is None else guard.between(lambda: self._row(trainer))
             if row:
                 log_row(trainer, row)
         elif self._replay is not None:
@@ -140,11 +143,23 @@ class ExpertLoadMonitor(Callback):
 
     # -- private
 
-    def _row(self, trainer: Trainer) -> dict[str, float]:
+    def hold_attempt(self) -> Callable[[], None]:
+        """Return a function to restore the present counts: a step may be repeated."""
+        undo = [] if self._loads is None else self._loads.hold()
+
+        def put_back() -> None:
+            for each in undo:
+                each()
+
+        return put_back
+
+    def _row(self, trainer: Trainer) -> dict[str, float] | None:
         assert self._loads is not None
         report = self._checkpoint.report if self._checkpoint is not None else None
         own = self._figures.own(report) if self._figures is not None and report is not None else ()
-        loads, ranks = self._loads.read(own)
+        if (read := self._loads.read(own)) is None:
+            return None
+        loads, ranks = read
         row = {f"moe/{name}/{load.layer}": value for load in loads for name, value in load.values().items()}
         if self._figures is not None and report is not None:
             row |= {**self._figures.row(report, self._step, ranks), REPLAYING: float(self._replay is not None)}

@@ -284,7 +284,7 @@ class FitSession:
             known = self._settings.explains("losses") or self._settings.explains("batches")
             original = session.repeats.stepped(step, self._outcome.losses, known)
         trained.awaited = original
-        alone = self.sessions.standing is Standing.ALONE
+        alone = self.sessions.standing is not Standing.TOGETHER
         if original is None and not alone:
             self._files.dense()
         outcome = self._outcome.take(step, trainer.current_epoch, self._batches.step_ended())
@@ -482,6 +482,6 @@ class FitSession:
 
     def _release_files(self) -> None:
         """Release held files once the next batch begins, not at replay's end: validation in between differs."""
-        held, alone = self._files.writing is Writing.HELD, self.sessions.standing is Standing.ALONE
+        held, alone = self._files.writing is Writing.HELD, self.sessions.standing is not Standing.TOGETHER
         if held and not self.session.replaying and not alone:
             self._files.dense()

@@ -49,7 +49,7 @@ _MOVES = {
     Standing.TOGETHER: {Standing.BROKEN, Standing.SUSPENDED, Standing.ALONE},
     Standing.BROKEN: {Standing.SUSPENDED},
     Standing.SUSPENDED: {Standing.ALONE},
-    Standing.ALONE: {Standing.TOGETHER, Standing.SUSPENDED},
+    Standing.ALONE: {Standing.TOGETHER, Standing.BROKEN, Standing.SUSPENDED},
 }
 """`put_off` moves to BROKEN, `suspend` to SUSPENDED, `renew` and `FitSession.part` to ALONE, and `together` to TOGETHER."""
 

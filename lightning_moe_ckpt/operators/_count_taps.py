@@ -83,6 +83,11 @@ class TokenCounts:
         self._acc.zero_()
         return counts
 
+    def hold(self) -> Callable[[], None]:
+        """Return a function to restore the present counts."""
+        kept = self._acc.clone()
+        return lambda: setattr(self, "_acc", kept.clone())
+
     def _on(self, device: torch.device) -> Tensor:
         if self._acc.device != device:
             self._acc = self._acc.to(device)

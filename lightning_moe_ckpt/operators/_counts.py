@@ -98,6 +98,10 @@ class LoadCounter:
             taken = [c.cpu() for c in taken]
         return torch.cat(taken) if taken else torch.zeros(0, dtype=self._dtype)
 
+    def hold(self) -> list[Callable[[], None]]:
+        """Return functions to restore the present counts."""
+        return [counts.hold() for _, _, counts in self._taps]
+
     def remove(self) -> None:
         """Stop counting and remove all hooks; the counts so far can still be read."""
         self._drain()

@@ -38,8 +38,8 @@ T = TypeVar("T")
 Direction = Literal["down", "up"]
 """Activations go down, to the next stage; their gradients come up."""
 
-_MAY_BE_PASSED = "norm"
-"""Kind of answer that a repeated step may pass over, because a journal has the value."""
+_MAY_BE_PASSED, MAY_BE_MISSING = "norm", "figures"
+"""Kinds of answers that a repeated step may pass over, because a journal has the value, or miss: a failure may end the asking."""
 
 
 class LiveBorder(Protocol):
@@ -327,6 +327,8 @@ class UpstreamLog:
         while answers and answers[0][0] != kind and answers[0][0] == _MAY_BE_PASSED:
             self._keep(answers.popleft())
         if not answers or answers[0][0] != kind:
+            if kind == MAY_BE_MISSING:
+                return None
             raise Diverged(f"all ranks were asked for `{kind}`, before for `{answers[0][0] if answers else 'nothing'}`")
         return answers.popleft()[1]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from xxhash import xxh3_128_hexdigest
@@ -87,16 +87,18 @@ class Identity:
     ) -> Identity:
         """Return this job's identity, with all its pipeline stages. Collective."""
         fingerprint = f"{operators.fingerprint()}-{view.schema.fingerprint()}"
+        sharding = sharding_of(view.params.values())
         if groups.num_stages > 1:
-            said = exchange.gather_values(fingerprint)
-            fingerprint = xxh3_128_hexdigest("\n".join(map(str, said[:: groups.stage_size])).encode())
+            said = cast("list[list[str]]", exchange.gather_values([fingerprint, sharding])[:: groups.stage_size])
+            fingerprint = xxh3_128_hexdigest("\n".join(each for each, _ in said).encode())
+            sharding = "; ".join(dict.fromkeys(text for _, text in said if text))
         return cls(
             fingerprint=fingerprint,
             autocast=None if autocast_dtype is None else str(autocast_dtype).removeprefix("torch."),
             world_size=groups.world_size,
             expert_parallel=groups.ep_size,
             pipeline_parallel=groups.num_stages,
-            sharding=sharding_of(view.params.values()),
+            sharding=sharding,
             coupling=view.schema.reach.coupling,
             versions=agreed_versions(exchange),
         )

@@ -138,10 +138,10 @@ class ShardTable:
 
 
 def owners_of(rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, tuple[int, ...]]:
-    """Return each expert's position by layer, from each rank's own experts: positions count the first owners."""
+    """Return each expert's position by layer, from each rank's own experts: positions count the first owners, of its stage."""
     found: dict[str, tuple[int, ...]] = {}
-    for layer in rows[0]:
-        first = {expert: rank for rank in reversed(range(len(rows))) for expert in rows[rank][layer]}
+    for layer in dict.fromkeys(layer for row in rows for layer in row):
+        first = {expert: rank for rank in reversed(range(len(rows))) for expert in rows[rank].get(layer, ())}
         ranks = sorted(set(first.values()))
         found[layer] = tuple(ranks.index(first[expert]) for expert in sorted(first))
     return found

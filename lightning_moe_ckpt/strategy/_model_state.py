@@ -226,9 +226,8 @@ class BufferSync:
 
     def votes(self) -> dict[str, int]:
         """Return flags of buffers changed on this rank since the last `apply`."""
-        now = self._versions()
         return {
-            _PREFIX + name: int((isinstance(owner, _NormBase) and owner.training) or now[name] != self._seen[name])
+            _PREFIX + name: int((isinstance(owner, _NormBase) and owner.training) or self._is_other(name))
             for name, (owner, _) in self._owners.items()
         }
 
@@ -243,6 +242,11 @@ class BufferSync:
         owner, key = self._owners[name]
         return owner.get_buffer(key)
 
-    def _versions(self) -> dict[str, tuple[int, int]]:
+    def _versions(self) -> dict[str, tuple[Tensor, int]]:
+        # The tensors themselves: a later one may get the place in memory, and so the `id`, of one that a forward replaced.
         buffers = {name: self._buffer(name) for name in self._owners}
-        return {name: (id(buffer), buffer._version) for name, buffer in buffers.items()}  # noqa: SLF001
+        return {name: (buffer, buffer._version) for name, buffer in buffers.items()}  # noqa: SLF001
+
+    def _is_other(self, name: str) -> bool:
+        buffer, (seen, version) = self._buffer(name), self._seen[name]
+        return buffer is not seen or buffer._version != version  # noqa: SLF001

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from inspect import signature
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -39,6 +39,8 @@ from lightning_moe_ckpt.strategy._stage import (
     stand_out,
 )
 
+T = TypeVar("T")
+
 _NEEDED = {
     "scale_grads": "scale_grads" in signature(ScheduleGPipe.__init__).parameters,
     "eval": hasattr(ScheduleGPipe, "eval"),
@@ -54,6 +56,9 @@ class StepGuard(Protocol):
 
     def commit(self, agree: Callable[[], dict[str, int]]) -> None:
         """Call `agree`; the step is taken once it returns."""
+
+    def between(self, ask: Callable[[], T]) -> T | None:
+        """Return the result of `ask`, with collectives between two steps; `None` after a failure that the next step handles."""
 
 
 class PipelinedStrategy(DDPStrategy):
@@ -71,7 +76,7 @@ class PipelinedStrategy(DDPStrategy):
         pipeline_parallel: int,
         micro_batches: int,
         schedule: Literal["1f1b", "gpipe"],
-        localized_recovery: bool,
+        localized_recovery: bool | None,
         upstream_log_nbytes: int,
         **ddp: Any,
     ) -> None:

@@ -114,7 +114,10 @@ class Pipelined(Setup):
 
     @override
     def fault_free(self) -> Self:
-        return replace(super().fault_free(), strategy_options=())
+        kept = tuple(
+            option for option in self.strategy_options if option[0] == "shard_optimizer"
+        )  # it shows in the state
+        return replace(super().fault_free(), strategy_options=kept)
 
     @override
     def trainer_options(self, life: Attempt) -> dict[str, Any]:

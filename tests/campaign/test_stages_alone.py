@@ -27,6 +27,7 @@ from campaign._in_place import CALLS, Abort, Death, no_place, train_and_die
 from campaign._pipelined import Pipelined, PipelinedModule
 from campaign._training import Checkpointing, Module
 from campaign.test_in_place import check_killed
+from lightning_moe_ckpt.callbacks import ExpertLoadMonitor
 from lightning_moe_ckpt.fit.loops._trainer import callbacks_of
 from lightning_moe_ckpt.launch import Supervised
 from lightning_moe_ckpt.parallel import GradientReducer
@@ -122,6 +123,12 @@ TOPOLOGIES = {
     "4x1x1": Counted(world_size=4, stages=4, micro_batches=4),
 }
 """Stages, replicas of each, and ranks that share experts."""
+LARGE = {
+    "2x2x2": Counted(world_size=8, expert_parallel=2),
+    "2x4x1": Counted(world_size=8),
+    "4x2x1": Counted(world_size=8, stages=4, micro_batches=4),
+    "4x1x2": Counted(world_size=8, stages=4, micro_batches=4, expert_parallel=2),
+}
 THREE = {
     "3x2x1": Counted(world_size=6, stages=3, micro_batches=4, schedule="gpipe"),
     "3x1x2": Counted(world_size=6, stages=3, micro_batches=4, expert_parallel=2),
@@ -227,10 +234,14 @@ def check_alone(campaigns: Campaigns, setup: Counted, deaths: Sequence[Death]) -
 
 
 class Draws(Callback):
-    """Holds a generator."""
+    """Holds a generator, and draws and counts inside a step."""
 
     def __init__(self) -> None:
-        self.generator = torch.Generator().manual_seed(2)
+        self.generator, self.calls = torch.Generator().manual_seed(2), 0
+
+    @override
+    def on_before_optimizer_step(self, *_: object) -> None:
+        self.calls += int(torch.randint(3, (), generator=self.generator))
 
 
 class Edits(CountedModule):
@@ -239,7 +250,7 @@ class Edits(CountedModule):
     def split_batch(self, batch: Any) -> tuple[Tensor, Tensor]:
         targets = batch.pop()
         (draws,) = (callback for callback in callbacks_of(self.trainer) if isinstance(callback, Draws))
-        targets.add_(torch.randint_like(targets, 3, generator=draws.generator)).remainder_(VOCABULARY)
+        targets.add_(torch.randint_like(targets, 3, generator=draws.generator) + draws.calls).remainder_(VOCABULARY)
         return batch.pop(), targets
 
     @override
@@ -257,11 +268,11 @@ class Editing(Counted):
 
     @override
     def callbacks(self, life: Attempt) -> Sequence[Callback]:
-        return [*super().callbacks(life), Draws()]
+        return [*super().callbacks(life), Draws(), ExpertLoadMonitor(every_n_steps=2)]
 
 
 FOUR_RANKS = {
-    "2x2x1": {"seal": 3, "reduce": 0},
+    "2x2x1, shard_optimizer": {"seal": 3, "reduce": 3},
     "2x1x2": {"in_backward": 0, "commit>": 3},
     "4x1x1, recomputes": {"forward": 1, "commit": 3},
 }
@@ -275,7 +286,9 @@ def rows() -> list[Any]:
     found = [pytest.param(editing, deaths, id="2x1x1, edits")]
     for row, places in FOUR_RANKS.items():
         name, _, option = row.partition(", ")
-        setup = replace(TOPOLOGIES[name], lists=200, options=((option, True),) if option else ())
+        setup, more = replace(TOPOLOGIES[name], lists=200), ((option, True),) if option else ()
+        sharded = option == "shard_optimizer"
+        setup = replace(setup, strategy_options=more) if sharded else replace(setup, options=more)
         found.append(pytest.param(setup, chain([*places], [*places.values()]), id=row))
     return found
 
@@ -318,11 +331,11 @@ def test_a_stage_recovers_alone_from_everywhere(
     tally[name, place] += len(ranks)
 
 
-def drawn_setup(draw: random.Random) -> Counted:
+def drawn_setup(draw: random.Random, topologies: Mapping[str, Counted] = TOPOLOGIES) -> Counted:
     """A run of two epochs."""
     validate = draw.choice([None, 3, 4])
     setup = replace(
-        draw.choice([*TOPOLOGIES.values()]),
+        draw.choice([*topologies.values()]),
         batches=14,
         epochs=2,
         validate_every=validate,
@@ -379,6 +392,17 @@ def test_ranks_die_one_after_another(campaigns: Campaigns, seed: int) -> None:
     """However a run is spread, trained and stored."""
     draw = random.Random(f"alone {seed}")
     die_one_after_another(campaigns, draw, drawn_setup(draw))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(40))
+def test_ranks_of_large_stages_die(campaigns: Campaigns, seed: int) -> None:
+    """Replicas, ranks that share experts, and both, with eight processes; half of those without a scaler share the optimizer's state."""
+    draw = random.Random(f"large {seed}")
+    setup = drawn_setup(draw, LARGE)
+    if draw.random() < 0.5 and setup.precision != "16-mixed":
+        setup = replace(setup, strategy_options=(("shard_optimizer", True),))
+    die_one_after_another(campaigns, draw, setup)
 
 
 VALIDATED = replace(TWO, batches=8, epochs=2, validate_every=3)
@@ -461,6 +485,7 @@ class Clamping(Counted):
     ("setup", "why", "warns"),
     [
         (replace(TWO, strategy_options=(("localized_recovery", False),)), [], None),
+        (Editing(world_size=2, strategy_options=(("localized_recovery", None),)), [OFF], None),
         (
             replace(TWO, strategy_options=(("upstream_log_nbytes", "1KiB"),)),
             [OFF],
@@ -474,7 +499,7 @@ class Clamping(Counted):
         ),
         pytest.param(Clamping(world_size=2), [OFF], "a step uses `.data` of weights", marks=pytest.mark.soak),
     ],
-    ids=["off", "too little memory", "too many objects", "weights that change", "data"],
+    ids=["off", "hooks", "too little memory", "too many objects", "weights that change", "data"],
 )
 def test_it_can_be_turned_off(campaigns: Campaigns, setup: Counted, why: list[str], warns: str | None) -> None:
     """By the user, or since memory is not enough, or too much would have to be put back in every step, which is said."""
@@ -586,7 +611,8 @@ class Without:
 
     def __call__(self, life: Attempt) -> Mapping[str, Any]:
         *path, name = self.attribute.split(".")
-        setattr(reduce(getattr, path, importlib.import_module(self.module)), name, lambda *_, **__: _nothing)
+        instead: Any = () if name == "_unzeroed" else _nothing
+        setattr(reduce(getattr, path, importlib.import_module(self.module)), name, lambda *_, **__: instead)
         return train_and_die(self.setup, self.deaths, no_place, life)
 
 
@@ -600,7 +626,8 @@ ABLATIONS = {
     "random state": ("lightning_moe_ckpt.fit.objects._memento", "restore_rng", "loss"),
     "buffers": (UNDO, "_hold_buffers", "buffer|loss"),
     "attributes": ("lightning_moe_ckpt.fit.objects._memento", "Memento.restore", "loss"),
-    "results": ("lightning_moe_ckpt.fit.in_place._undo", "hold", "mean"),
+    "results": (UNDO, "hold", "mean"),
+    "gradients": (UNDO, "_unzeroed", "loss"),
 }
 
 
@@ -611,9 +638,12 @@ ABLATIONS = {
 def test_without_putting_back_what_an_attempt_has_changed_the_end_is_another(campaigns: Campaigns, name: str) -> None:
     """Its control are the tests above."""
     module, attribute, seen = ABLATIONS[name]
-    deaths = [death("after_backward", 1, nth=9)]
+    deaths, setup = [death("after_backward", 1, nth=9)], TWO
+    if name == "gradients":  # of parameters of which an optimizer has pieces
+        deaths = [death("reduce", 3, nth=9)]
+        setup = replace(TOPOLOGIES["2x2x1"], strategy_options=(("shard_optimizer", True),))
     with pytest.raises(AssertionError, match=seen):
-        check(campaigns, TWO, deaths, fit=Without(TWO, deaths, module, attribute))
+        check(campaigns, setup, deaths, fit=Without(setup, deaths, module, attribute))
 
 
 # -- memory

@@ -94,7 +94,7 @@ def main() -> None:
         accelerator="cpu",
         devices=here,
         num_nodes=STAGES // here,
-        strategy=MoEStrategy(pipeline_parallel=STAGES, micro_batches=4, localized_recovery=True),
+        strategy=MoEStrategy(pipeline_parallel=STAGES, micro_batches=4),
         callbacks=[SparseCheckpoint((FOLDER / "run").as_uri(), window=3), Writes()],
         max_epochs=1,
         logger=False,

@@ -9,19 +9,20 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import BinaryPrecision, BinaryRecall, MulticlassConfusionMatrix
 from torchmetrics.utilities.distributed import gather_all_tensors
 from typing_extensions import override
 
-from lightning_moe_ckpt.callbacks import ExpertLoadMonitor
+from lightning_moe_ckpt.callbacks import CapacityBoost, ExpertLoadMonitor
 from lightning_moe_ckpt.fit._state import copied
 from lightning_moe_ckpt.fit.in_place._decision import Decision, Where
-from lightning_moe_ckpt.fit.in_place._undo import _hold_buffers, _hold_users, never_alone
+from lightning_moe_ckpt.fit.in_place._undo import _hold_buffers, _hold_users, _unzeroed, never_alone
 from lightning_moe_ckpt.fit.loggers._metrics import hold_metrics
 from lightning_moe_ckpt.journal import differs
+from lightning_moe_ckpt.operators._count_taps import TokenCounts
 from lightning_moe_ckpt.parallel import ParallelGroups
 
 NEW, WITHIN, AT_COMMIT, ELSEWHERE = range(4)
@@ -159,20 +160,34 @@ class Lazy(SGD):
         """Nothing is set to zero."""
 
 
-def reasons(module: LightningModule, *callbacks: Callback, optimizer: type[Optimizer] = SGD) -> str:
-    weight = Tensor([1.0]).requires_grad_()
-    trainer: Any = SimpleNamespace(callbacks=list(callbacks), optimizers=[optimizer([weight], lr=0.1)])  # type: ignore[call-arg]
+class Indebted(CapacityBoost):
+    """Has tokens to make up for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.load_state_dict({"layer": {"debts": 3}})
+
+
+TWICE = "would be called twice in one step, which `localized_recovery=True` allows"
+
+
+def reasons(
+    module: LightningModule, *callbacks: Callback, optimizer: type[Optimizer] = SGD, asks: bool | None = None
+) -> str:
+    weight, strategy = Tensor([1.0]).requires_grad_(), SimpleNamespace(localized_recovery=asks)
+    optimizers = [optimizer([weight], lr=0.1)]  # type: ignore[call-arg]
+    trainer: Any = SimpleNamespace(callbacks=list(callbacks), optimizers=optimizers, strategy=strategy)
     return "; ".join(never_alone(trainer, module, (ModelCheckpoint,)))
 
 
 @pytest.mark.parametrize(
     ("module", "callbacks", "optimizer", "why"),
     [
-        (Clipping, [], SGD, "`Clipping.configure_gradient_clipping` would be called twice in one step"),
-        (Keeping, [], SGD, "`Keeping.optimizer_zero_grad` would be called twice in one step"),
+        (Clipping, [], SGD, f"`Clipping.configure_gradient_clipping` {TWICE}"),
+        (Keeping, [], SGD, "gradients that `Keeping.optimizer_zero_grad` leaves would be added up twice"),
         (Measuring, [], SGD, "the metric `own` chooses by itself which ranks it asks"),
-        (LightningModule, [Looking], SGD, "`Looking.on_after_backward` would be called twice in one step"),
-        (LightningModule, [ExpertLoadMonitor], SGD, "`ExpertLoadMonitor` asks all ranks by itself"),
+        (LightningModule, [Looking], SGD, f"`Looking.on_after_backward` {TWICE}"),
+        (LightningModule, [Indebted], SGD, "`Indebted` asks all ranks by itself"),
         (LightningModule, [], Lazy, "gradients that `Lazy.zero_grad` leaves would be added up twice"),
     ],
 )
@@ -183,8 +198,49 @@ def test_a_run_that_would_not_be_exact_says_why(
 
 
 def test_an_ordinary_run_may() -> None:
-    """With what Lightning has."""
-    assert reasons(LightningModule(), ModelCheckpoint(), EarlyStopping("loss"), LearningRateMonitor()) == ""
+    """With what Lightning has, and this package; with hooks inside a step where the user asks for it."""
+    own = ExpertLoadMonitor(), CapacityBoost()
+    assert reasons(LightningModule(), ModelCheckpoint(), EarlyStopping("loss"), LearningRateMonitor(), *own) == ""
+    assert reasons(Clipping(), Looking(), asks=True) == ""
+    assert "Keeping.optimizer_zero_grad" in reasons(Keeping(), asks=True)
+
+
+def test_an_attempt_leaves_nothing_in_callbacks_whose_hooks_it_calls() -> None:
+    """In others nothing is looked into."""
+    looking, other = Looking(), LearningRateMonitor()
+    looking.seen, other.seen = [1], [1]  # type: ignore[attr-defined]
+    trainer: Any = SimpleNamespace(callbacks=[looking, other])
+    held = _hold_users(trainer, LightningModule())
+    for each in (looking, other):
+        each.seen.append(2)  # type: ignore[union-attr]
+        each.new = 3  # type: ignore[union-attr]
+    held.restore()
+    assert vars(looking) == {"seen": [1]}
+    assert other.seen == [1, 2]  # type: ignore[attr-defined]
+
+
+def test_gradients_that_no_optimizer_zeroes_are_known() -> None:
+    """Those of parameters that no optimizer has, as they are; see `test_stages_alone` for pieces of parameters."""
+    owned, kept, fresh = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    kept.grad = owned.grad = torch.ones(2)
+    trainer: Any = SimpleNamespace(optimizers=[SGD([owned], lr=0.1)])
+    found = [*_unzeroed(trainer, [owned, kept, fresh])]
+    kept.grad += 1
+    assert [weight for weight, _ in found] == [kept, fresh]
+    assert found[0][1] is not None
+    assert found[0][1].tolist() == [1, 1]
+    assert found[1][1] is None
+
+
+def test_counts_of_an_attempt_are_undone_again_and_again() -> None:
+    """The figures of `ExpertLoadMonitor` count each step once."""
+    counts = TokenCounts(2)
+    counts.add_indices(torch.tensor([0, 1]))
+    undo = counts.hold()
+    for _ in range(2):
+        counts.add_indices(torch.tensor([1, 1]))
+        undo()
+    assert counts.take().tolist() == [1, 1]
 
 
 def test_a_buffer_that_an_attempt_replaces_is_put_back() -> None:
@@ -231,7 +287,8 @@ def test_an_attempt_leaves_nothing_in_metrics() -> None:
         module.many.update(torch.rand(()))
     module.update()
     module.several.compute()
-    before, held, users = module.now, hold_metrics(module), _hold_users(module)
+    trainer: Any = SimpleNamespace(callbacks=[])
+    before, held, users = module.now, hold_metrics(module), _hold_users(trainer, module)
     assert not users.incomplete
     for undone in (module.update, module.several.reset, module.many.reset):
         undone()

@@ -226,7 +226,7 @@ def test_arguments_that_make_no_pipeline_are_refused(options: dict[str, Any], me
 def test_other_launchers_recover_no_stage_alone(caplog: pytest.LogCaptureFixture) -> None:
     """The log says so to whoever asks for it."""
     with caplog.at_level(logging.INFO):
-        for asks in (False, True):
+        for asks in (False, None, True):
             strategy = MoEStrategy(**STAGES, localized_recovery=asks)
             assert supervisor(pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False)) is None
     said = [record.getMessage() for record in caplog.records if "all stages recover" in record.getMessage()]

@@ -6,6 +6,7 @@ import os
 import warnings
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -83,6 +84,16 @@ def test_only_buffers_that_changed_are_voted_for() -> None:
     assert module[0].get_buffer("running_mean")._version == version, "the kernel counts now: simplify BufferSync"
     assert sync.votes()["buffer/0.running_mean"] == 1
     assert list(sync.votes()) == sync.flags
+
+
+def test_buffers_that_a_forward_replaces_are_voted_for() -> None:
+    """Also where the newest is at the place in memory of one that is gone, as every second one is that takes another's."""
+    module: Any = nn.Module()
+    module.register_buffer("average", torch.zeros(2))
+    sync = BufferSync(module, (), ParallelGroups())
+    for _ in range(20):
+        module.average = module.average * 0.5
+        assert sync.votes() == {"buffer/average": 1}
 
 
 def test_names_are_registered_for_strings() -> None:

@@ -20,11 +20,15 @@ class StepPosition(IntEnum):
     ELSEWHERE = 3
 
 
+TOO_OFTEN = 2
+"""Value of `Where.possible` that sends all ranks back once, in the place of the stages that do not come to a step."""
+
+
 class Where(NamedTuple):
     """One rank's position, as gathered when all ranks have joined again."""
 
     possible: int
-    """Whether a stage of its run may recover alone."""
+    """Whether a stage of its run may recover alone; `TOO_OFTEN` if stages have failed to come to one step again and again."""
     place: int
     taken: int
     """Steps known to be taken by this rank."""
@@ -73,6 +77,7 @@ class Decision:
             failed |= lost
         reasons = {
             "this run does not let a stage recover alone": not all(row.possible for row in rows),
+            "stages failed again and again on the way to one step": any(row.possible == TOO_OFTEN for row in rows),
             "no rank is new": not failed,
             "all stages failed together": not healthy,
             "other stages were not inside a step": any(row.place == StepPosition.ELSEWHERE for row in healthy),

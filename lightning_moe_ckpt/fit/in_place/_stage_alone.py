@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable
 from enum import Enum, auto
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -38,7 +38,7 @@ from lightning_moe_ckpt.coordination import Exchange, Segment
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.fit._run import FitSession
 from lightning_moe_ckpt.fit.in_place import _undo
-from lightning_moe_ckpt.fit.in_place._decision import Decision, StepPosition, Where
+from lightning_moe_ckpt.fit.in_place._decision import TOO_OFTEN, Decision, StepPosition, Where
 from lightning_moe_ckpt.fit.in_place._undo import StepUndo
 from lightning_moe_ckpt.fit.objects._users import MOST_ITEMS_IN_A_STEP
 from lightning_moe_ckpt.journal import capture_rng, restore_rng
@@ -47,6 +47,12 @@ from lightning_moe_ckpt.parallel._upstream import UpstreamLog
 from lightning_moe_ckpt.snapshot import DataAccess
 
 log = rank_logger(__name__)
+
+T = TypeVar("T")
+
+
+_MOST_TRIES = 5
+"""Tries of stages to come to a step. A stage that asks all ranks directly hangs in each, since waiting ranks do not answer."""
 
 
 class RecoveryState(Enum):
@@ -211,6 +217,8 @@ class StageAlone:
         """State held for undoing the newest step."""
         self._accesses: DataAccess | None = None
         self._has_said_size = False
+        self._tried, self._tries = -1, 0
+        """Newest step to which stages began to recover, and how often."""
         strategy.step_guard = self
 
     def remove(self) -> None:
@@ -225,7 +233,8 @@ class StageAlone:
     def decide(self) -> None:
         """Agree on stages to repeat steps after a failure, once groups were made anew; see `Decision`. Collective."""
         exchange, upstream = Exchange(self._strategy.groups), self._log
-        here = self._here._replace(possible=int(self._permission.given))
+        often = TOO_OFTEN if self._tries >= _MOST_TRIES else 1
+        here = self._here._replace(possible=often if self._permission.given else 0)
         between = upstream.silent or (upstream.apart and here.place == StepPosition.ELSEWHERE)
         is_new = self.run is None or between
         if is_new or not upstream.apart:
@@ -236,6 +245,8 @@ class StageAlone:
         if not all(row.possible for row in rows):
             self._permission.refuse()  # for good: a later process does not know the reason
         self._recovery.joined(None if isinstance(plan, str) else plan)
+        step = -1 if isinstance(plan, str) else plan.step
+        self._tries, self._tried = (self._tries + 1 if step == self._tried else 1) * (step >= 0), step
         if isinstance(plan, str):
             log.info("everybody goes on in place: %s", plan, alike=True)
             self._give_up()
@@ -414,6 +425,17 @@ class StageAlone:
             self._strategy.reducer.agreed |= self._flags
             log.info("step %d is taken: all ranks had come to its commit", self._here.taken)
         self._here = self._here._replace(taken=self._here.taken + 1)
+
+    def between(self, ask: Callable[[], T]) -> T | None:
+        """Return the result of `ask`, with collectives between two steps; `None` after a failure, which is put off to the next step."""
+        try:
+            return ask()
+        except Exception as error:  # raised again unless another rank has failed
+            if self.run is None:
+                raise
+            self.run.sessions.put_off(error)
+            log.warning("figures of step %d are left out: a rank failed as they were collected", self._here.taken)
+            return None
 
     def _taken_by_all(self) -> int:
         """Return the steps that this stage has taken, as all ranks have decided."""

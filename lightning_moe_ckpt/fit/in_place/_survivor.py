@@ -60,7 +60,7 @@ def supervisor(trainer: Trainer) -> Supervisor | None:
     if found is not None and not can_rejoin(trainer):
         where = ", in the meshes of parameters" if hasattr(trainer.strategy, "device_mesh") else ""
         found.cannot_rejoin(f"{type(trainer.strategy).__name__} keeps the process groups with which it began{where}")
-    if found is None and _asks_for_alone(trainer):
+    if found is None and getattr(trainer.strategy, "localized_recovery", None):
         log.info(
             "if a rank fails, all stages recover: only `moe-ckpt run` lets the others stay in their processes",
             alike=True,
@@ -288,7 +288,8 @@ class InPlace:
 
 
 def _asks_for_alone(trainer: Trainer) -> bool:
-    return bool(getattr(trainer.strategy, "localized_recovery", False))
+    strategy: Any = trainer.strategy
+    return getattr(strategy, "pipeline_parallel", 1) > 1 and strategy.localized_recovery is not False
 
 
 def _forget(error: BaseException | None) -> None:

@@ -1,8 +1,8 @@
 """Undo the changes of an attempt at a step, so that the step can be repeated in the same process.
 
 An attempt runs inside `optimizer_step`, up to the moment at which the optimizer steps. It counts in the loop, logs into
-results of the epoch, and unscales gradients. Effects of the user's hooks in an attempt are unknown, and would come
-twice: `never_alone` names such hooks.
+results of the epoch, and unscales gradients. Effects of the user's hooks in an attempt come twice where they are not in
+attributes: `never_alone` names such hooks unless the user allows them.
 
 Weights are too large for copies. An attempt ends before the optimizer steps, so nothing changes weights, except passes
 that do so themselves, such as `nn.Embedding(max_norm=...)`. `StepUndo.edits` notices these changes.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -31,6 +31,7 @@ from lightning_moe_ckpt.fit.loggers._metrics import gather_in_stage, hold_metric
 from lightning_moe_ckpt.fit.loops._trainer import callbacks_of
 from lightning_moe_ckpt.fit.objects._memento import Memento
 from lightning_moe_ckpt.fit.objects._users import MOST_ITEMS_IN_A_STEP, restore_values
+from lightning_moe_ckpt.parallel import stepped_of
 from lightning_moe_ckpt.snapshot import DataAccess, versions
 
 
@@ -40,17 +41,18 @@ class StepUndo:
     def __init__(
         self, trainer: Trainer, module: LightningModule, run: FitSession, batch: Any, accesses: DataAccess
     ) -> None:
-        users = _hold_users(module)
+        users = _hold_users(trainer, module)
         held = Memento([batch, *run.generators()], apart=APART, most_nbytes=sys.maxsize)
         self._put_back = [
-            *(run.hold_attempt(), hold(trainer, module), _hold_buffers(module)),
-            *(held.restore, users.restore),
+            *(run.hold_attempt(), hold(trainer, module), _hold_buffers(module), held.restore, users.restore),
+            *(each.hold_attempt() for each in callbacks_of(trainer) if hasattr(each, "hold_attempt")),
         ]
         self.incomplete = users.incomplete
         """Whether the module has containers not looked into."""
         self._accesses, self._count = accesses, accesses.count
         self._names, self._weights = zip(*module.named_parameters(), strict=True)
         self._versions = versions(self._weights)
+        self._gradients = [*_unzeroed(trainer, self._weights)]
 
     def edits(self) -> str:
         """Return how weights have changed since, or may have changed; empty if they have not."""
@@ -72,6 +74,23 @@ class StepUndo:
             )
         for put_back in self._put_back:
             put_back()
+        for weight, gradient in self._gradients:
+            weight.grad = None if gradient is None else gradient.clone()
+
+
+def _unzeroed(trainer: Trainer, weights: Iterable[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
+    """Yield the weights whose gradients no optimizer zeroes in the next attempt, with their gradients.
+
+    Backward has begun to add up gradients of whole parameters, where an optimizer has pieces of them and zeroes these.
+    """
+    stepped = {
+        id(each) for optimizer in trainer.optimizers for group in optimizer.param_groups for each in group["params"]
+    }
+    for weight in weights:
+        if stepped_of(weight) is not weight:
+            yield weight, None
+        elif id(weight) not in stepped:
+            yield weight, None if weight.grad is None else weight.grad.clone()
 
 
 def _hold_buffers(module: LightningModule) -> Callable[[], None]:
@@ -90,13 +109,15 @@ def _hold_buffers(module: LightningModule) -> Callable[[], None]:
     return put_back
 
 
-def _hold_users(module: LightningModule) -> Memento:
-    """Return the memento of random state and of values in the user's attributes.
+def _hold_users(trainer: Trainer, module: LightningModule) -> Memento:
+    """Return the memento of random state and of values in the user's attributes, callbacks with hooks in an attempt included.
 
     Values that only a step needs, such as a list of losses emptied by a hook behind the step, are in no journal.
     """
     parts, values = parts_of(module)
-    return Memento(values, shallow=parts, apart=APART, most_items=MOST_ITEMS_IN_A_STEP)
+    hooked = [each for each in callbacks_of(trainer) if any(_is_users(each, hook) for hook in _HOOKS)]
+    values += [value for each in hooked for value in vars(each).values()]
+    return Memento(values, shallow=[*parts, *hooked], apart=APART, most_items=MOST_ITEMS_IN_A_STEP)
 
 
 _HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
@@ -134,13 +155,21 @@ def never_alone(trainer: Trainer, module: LightningModule, own: tuple[type[Callb
         if type(optimizer).zero_grad is not Optimizer.zero_grad
     ]
     kept = [f"gradients that `{name}.zero_grad` leaves would be added up twice" for name in keeps]
-    return [*_of_module(module), *kept, *_of_callbacks(trainer, own)]
+    hooks = [] if getattr(trainer.strategy, "localized_recovery", None) else [*_hooks_of(trainer, module)]
+    twice = [f"`{hook}` would be called twice in one step, which `localized_recovery=True` allows" for hook in hooks]
+    return [*_of_module(module), *kept, *_of_callbacks(trainer, own), *twice]
+
+
+def _hooks_of(trainer: Trainer, module: LightningModule) -> Iterator[str]:
+    for hook in (*_HOOKS, "configure_gradient_clipping"):
+        if is_overridden(hook, module):
+            yield f"{type(module).__name__}.{hook}"
+        yield from (f"{type(each).__name__}.{hook}" for each in callbacks_of(trainer) if _is_users(each, hook))
 
 
 def _of_module(module: LightningModule) -> Iterator[str]:
-    for hook in (*_HOOKS, "configure_gradient_clipping", "optimizer_zero_grad"):
-        if is_overridden(hook, module):
-            yield f"`{type(module).__name__}.{hook}` would be called twice in one step"
+    if is_overridden("optimizer_zero_grad", module):
+        yield f"gradients that `{type(module).__name__}.optimizer_zero_grad` leaves would be added up twice"
     for name, metric in module_metrics(module):
         if metric.process_group is not None or metric.dist_sync_fn not in (None, gather_in_stage):
             yield f"the metric `{name}` chooses by itself which ranks it asks"
@@ -148,19 +177,14 @@ def _of_module(module: LightningModule) -> Iterator[str]:
 
 def _of_callbacks(trainer: Trainer, own: tuple[type[Callback], ...]) -> Iterator[str]:
     for callback in callbacks_of(trainer):
-        kind, home = type(callback).__name__, type(callback).__module__
-        if isinstance(callback, own):
-            continue
-        if home.startswith("lightning_moe_ckpt.callbacks."):
-            yield f"`{kind}` asks all ranks by itself"
-        elif isinstance(callback, BaseFinetuning):
-            yield f"`{kind}` changes what trains"
-        elif (found := next((hook for hook in _HOOKS if _is_users(callback, hook)), None)) is not None:
-            yield f"`{kind}.{found}` would be called twice in one step"
+        if getattr(callback, "asks_all_ranks", False):
+            yield f"`{type(callback).__name__}` asks all ranks by itself"
+        elif isinstance(callback, BaseFinetuning) and not isinstance(callback, own):
+            yield f"`{type(callback).__name__}` changes what trains"
 
 
 def _is_users(callback: Callback, hook: str) -> bool:
-    home = getattr(getattr(callback, hook), "__module__", "")
+    home = getattr(getattr(callback, hook, None), "__module__", "")
     return is_overridden(hook, callback, Callback) and home.partition(".")[0] not in _LIBRARIES
 
 
