@@ -23,17 +23,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from benchmarks.papers_plans import Rows, Way
+from benchmarks.steps import lines_of, write_line
 from lightning_moe_ckpt.benchmarks._fits import (
     BenchModel,
     ModelSize,
     bench_folders,
     bench_trainer,
-    lines_of,
     own_memory,
     patient_storage,
     quiet_lightning,
     random_tokens,
-    write_line,
 )
 from lightning_moe_ckpt.callbacks import CheckpointArguments, PartialExpertCheckpoint, SparseCheckpoint
 from lightning_moe_ckpt.metrics import load_skew

@@ -21,16 +21,14 @@ from typing_extensions import override
 
 from benchmarks.papers_plans import Rows, Way
 from benchmarks.quality_fit import TextModel, training_text
+from benchmarks.steps import StepLines, lines_of, write_line
 from lightning_moe_ckpt.benchmarks._fits import (
     ModelSize,
-    StepLines,
     bench_folders,
     bench_trainer,
-    lines_of,
     own_memory,
     patient_storage,
     quiet_lightning,
-    write_line,
 )
 from lightning_moe_ckpt.callbacks import (
     CheckpointArguments,
