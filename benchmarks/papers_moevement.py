@@ -24,7 +24,7 @@ MOEVEMENTS = [
             at_least("MoEvement: nine batches in ten are of use", "batches of use, MoEvement", 90),
         ],
         shown=tuple(f"{what}, {system}" for what in ("batches repeated per fault", "tokens lost", "batches of use") for system in trace.SYSTEMS),
-        note="the runs of Fig. 10. What a batch with each takes longer is this machine's, whose two cores also do the copies.",
+        note="the runs of Fig. 10. What a batch takes longer is not in it: `moe-ckpt bench overhead` has that.",
     ),
     Figure(
         key="moevement-table3", source=f"{MOEVEMENT}, Table 3", takes_seconds=8,
@@ -109,17 +109,17 @@ MOEVEMENTS = [
         measure=trace.goodput,
         claims=[
             ascending("more batches are of use: CheckFreq, Gemini, MoEvement", *(f"batches of use, {each}" for each in ("CheckFreq", "Gemini", "MoEvement"))),
-            Claim("1.25 times CheckFreq's, to 0.1, in batches", ("MoEvement over CheckFreq, in batches",), lambda x: abs(x[0] - 1.25) <= 0.1),
-            Claim("1.15 times Gemini's, to 0.1, in batches", ("MoEvement over Gemini, in batches",), lambda x: abs(x[0] - 1.15) <= 0.1),
+            Claim("1.25 times CheckFreq's, to 0.1, in batches", ("MoEvement over CheckFreq",), lambda x: abs(x[0] - 1.25) <= 0.1),
+            Claim("1.15 times Gemini's, to 0.1, in batches", ("MoEvement over Gemini",), lambda x: abs(x[0] - 1.15) <= 0.1),
             ascending("MoC's K grows", "K of MoC, fault 1", "K of MoC, fault 24"),
-            ascending("MoC's PLT grows", *(f"PLT of MoC, fault {each}" for each in (1, 6, 12, 18, 24))),
+            ascending("MoC's PLT grows", "PLT of MoC, fault 1", "PLT of MoC, fault 6"),
+            at_most("until all experts are taken, at its budget of 3.75 % or a tenth above", "PLT of MoC, fault 24", 4.125),
             at_most("MoEvement loses no token", "tokens lost, MoEvement", 0),
         ],
-        shown=("MoEvement over CheckFreq", "MoEvement over Gemini", "MoEvement over MoC", "MoEvement over CheckFreq, in batches",
-               "MoEvement over Gemini, in batches", "MoEvement over MoC, in batches", "K of MoC, fault 1", "K of MoC, fault 6", "K of MoC, fault 24",
+        shown=("MoEvement over CheckFreq", "MoEvement over Gemini", "MoEvement over MoC", "K of MoC, fault 1", "K of MoC, fault 6", "K of MoC, fault 24",
                "PLT of MoC, fault 24", "tokens lost, MoEvement"),
-        note="a quarter of the paper's steps, intervals and window (6 becomes 2), 24 faults at times drawn evenly. MoC keeps up in memory here: copies of all experts "
-        "cost a part of a batch, not several, because this model is small beside its machine, so that it is not beaten.",
+        note="a quarter of the paper's steps, intervals and window (6 becomes 2), 24 faults at times drawn evenly. Useful batches of all that were run, whatever a "
+        "batch takes: stalls, for which MoC falls behind in the paper, are not in it, and `moe-ckpt bench overhead` has them.",
     ),
     Figure(
         key="moevement-12", source=f"{MOEVEMENT}, Fig. 12", takes_seconds=90,
@@ -182,7 +182,7 @@ MOEVEMENTS = [
         "logs does not have.",
     ),
     Figure(
-        key="moevement-13", source=f"{MOEVEMENT}, Fig. 13", takes_seconds=120,
+        key="moevement-13", source=f"{MOEVEMENT}, Fig. 13", takes_seconds=150,
         title="a step that is taken again after the loss of one of 3 stages with experts, by mechanism",
         paper={"work left out, fixed order": 33.0, "ETTR from reordering, 64 experts": 32.0, "ETTR from upstream logs, 12 stages": 50.0},
         units={"work": "%", "shorter": "%", "ETTR": "%", "": "ms"},

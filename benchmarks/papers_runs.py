@@ -480,7 +480,7 @@ def upstream_logs(way: Way) -> Rows:
 
 def mechanisms(way: Way) -> Rows:
     """Milliseconds of a step that is taken again, with one mechanism more each time: MoEvement, Fig. 13."""
-    found = _stages(way.steps(2, 9), experts=16)
+    found = _stages(way.steps(1, 9), experts=16)
     names = {
         "sparse checkpoints": "computes_all", "+ frozen weights skipped": "in_place",
         "+ popular experts last": "reordered", "+ upstream logs": "alone",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import multiprocessing
 import random
-import statistics
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -40,7 +39,7 @@ from lightning_moe_ckpt.process import compute_alone
 from lightning_moe_ckpt.testing import Attempt, Kill, run_attempts
 from lightning_moe_ckpt.testing._records import JsonLines, Record
 
-TraceSystem = Literal["CheckFreq", "Gemini", "MoC", "MoEvement", "none"]
+TraceSystem = Literal["CheckFreq", "Gemini", "MoC", "MoEvement"]
 SYSTEMS: tuple[TraceSystem, ...] = ("CheckFreq", "Gemini", "MoC", "MoEvement")
 _FAULTS, _BATCHES = 24, 1860
 _EVERY = {"CheckFreq": 31, "Gemini": 23, "MoC": 1, "MoEvement": 1}
@@ -76,7 +75,7 @@ class TraceFit:
         own_memory(self.memory, lost=attempt.index > 0 and self.system == "CheckFreq")
         seed_everything(self.seed + 7919 * attempt.index, verbose=False)
         checkpoint, steps = self._checkpoint(attempt.url), sum(self.gaps)
-        own: list[Callback] = [_Trace(self, checkpoint, attempt.index), *([checkpoint] if checkpoint else [])]
+        own: list[Callback] = [_Trace(self, checkpoint, attempt.index), checkpoint]
         with quiet_lightning(), patient_storage():
             trainer = bench_trainer(
                 accelerator="cpu",
@@ -88,15 +87,13 @@ class TraceFit:
             trainer.fit(TextModel(_SIZE, steps), training_text(_SIZE, steps + 1, self.seed))
         return {}
 
-    def _checkpoint(self, url: str) -> DenseCheckpoint | PartialExpertCheckpoint | SparseCheckpoint | None:
+    def _checkpoint(self, url: str) -> DenseCheckpoint | PartialExpertCheckpoint | SparseCheckpoint:
         # `_Trace` counts batches of its own process, which a restart must not put back.
         shared: CheckpointArguments = {"overhead_target": None, "untouched": ["callback.*"]}
         if self.system == "MoEvement":
             return SparseCheckpoint(url, window=_WINDOW, **shared)
         if self.system == "MoC":
             return PartialExpertCheckpoint(url, k=_K, select="sequential", plt_budget=_PLT_BUDGET, **shared)
-        if self.system == "none":
-            return None
         return DenseCheckpoint(url, every_n_steps=_EVERY[self.system], **shared)
 
     def run(self) -> tuple[TraceSystem, Traced]:
@@ -114,7 +111,7 @@ class _Trace(StepLines):
     """Write lines of steps, and of what faults have cost; end the last attempt when its batches are over."""
 
     def __init__(
-        self, fit: TraceFit, checkpoint: DenseCheckpoint | PartialExpertCheckpoint | SparseCheckpoint | None, index: int
+        self, fit: TraceFit, checkpoint: DenseCheckpoint | PartialExpertCheckpoint | SparseCheckpoint, index: int
     ) -> None:
         self.lines, self._checkpoint = JsonLines(fit.record), checkpoint
         self._left = fit.gaps[index]
@@ -144,8 +141,6 @@ class Traced:
     """Steps that were done in the end."""
     batches: int
     """Batches that were run, in all attempts."""
-    seconds: float
-    """Median of a batch."""
     plt: list[float]
     k: list[int]
     """PLT and K after each fault; empty where no token can be lost."""
@@ -165,7 +160,6 @@ def _read(record: Path) -> Traced:
     return Traced(
         steps=steps[-1][-1]["step"],
         batches=sum(line["what"] == "batch" for lines in attempts for line in lines),
-        seconds=statistics.median(later["at"] - earlier["at"] for lines in steps for earlier, later in pairwise(lines)),
         plt=[line["plt"] for line in firsts],
         k=[line["k"] for line in firsts],
         lost=steps[-1][-1].get("lost", 0),
@@ -174,9 +168,8 @@ def _read(record: Path) -> Traced:
 
 @cache
 def traced(seed: int, batches: int = _BATCHES, faults: int = _FAULTS) -> dict[TraceSystem, Traced]:
-    """Return a run of each system, and a short one without checkpoints and faults, two at a time."""
+    """Return a run of each system, two at a time."""
     fits = [TraceFit(system=system, seed=seed, gaps=gaps(seed, faults, batches)) for system in SYSTEMS]
-    fits.append(TraceFit(system="none", seed=seed, gaps=[max(_LEAST, batches // 6)]))
     with multiprocessing.get_context("fork").Pool(2, initializer=compute_alone) as pool:
         return dict(pool.imap_unordered(TraceFit.run, fits))
 
@@ -188,13 +181,9 @@ def goodput(way: Way) -> Rows:
     for system in SYSTEMS:
         run = found[system]
         rows[f"batches of use, {system}"] = 100 * run.steps / run.batches
-        rows[f"a batch, {system}"] = 1e3 * run.seconds
     for system in SYSTEMS[:-1]:
-        useful = rows["batches of use, MoEvement"] / rows[f"batches of use, {system}"]
-        rows[f"MoEvement over {system}, in batches"] = useful
-        rows[f"MoEvement over {system}"] = useful * found[system].seconds / found["MoEvement"].seconds
+        rows[f"MoEvement over {system}"] = rows["batches of use, MoEvement"] / rows[f"batches of use, {system}"]
     partial = found["MoC"]
-    rows |= {"a batch, without checkpoints": 1e3 * found["none"].seconds, "tokens lost, MoEvement": 0.0}
     for fault in (1, 6, 12, 18, 24):
         at = min(fault, len(partial.k)) - 1
         rows[f"K of MoC, fault {fault}"] = 100 * partial.k[at] / _SIZE.num_experts
@@ -208,7 +197,6 @@ def properties(way: Way) -> Rows:
     for system in SYSTEMS:
         run = found[system]
         rows[f"steps between checkpoints, {system}"] = float(_EVERY[system])
-        rows[f"longer than without, {system}"] = 100 * (run.seconds / found["none"].seconds - 1)
         rows[f"batches repeated per fault, {system}"] = (run.batches - run.steps) / _FAULTS
         rows[f"tokens lost, {system}"] = float(run.lost)
         rows[f"batches of use, {system}"] = 100 * run.steps / run.batches
