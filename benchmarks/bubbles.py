@@ -50,7 +50,9 @@ from lightning_moe_ckpt.testing._records import JsonLines, read_lines
 
 SETTINGS = {"cores": 2, "devices": 4}
 """Stages of each setting."""
-_DIM, _WARM_UP, _LIMIT_SECONDS = 512, 8, 200.0
+_DIM, _WARM_UP, _LIMIT_SECONDS = 512, 8, 110.0
+_FORWARD_SECONDS = 0.005
+"""Sleep of a stage in one forward; a backward is twice as long."""
 _COLUMNS = ("setting", "stage", "copies", "bubbles", "none", "beside", "waiting", "then", "verdict")
 _NOTE = """\
 milliseconds, medians over steps: copies of one step alone, bubbles of one step, a step without checkpoints, steps of the trial \
@@ -189,14 +191,14 @@ class _Stage(nn.Module):
         (layers,) = self.layers.values()
         x_BD = torch.tanh(layers(x_BD))
         if self._sleeps:
-            time.sleep(0.01)
+            time.sleep(_FORWARD_SECONDS)
         if self._sleeps and x_BD.requires_grad:
             x_BD.register_hook(_sleep_twice)  # type: ignore[no-untyped-call]
         return x_BD
 
 
 def _sleep_twice(grad: Tensor) -> Tensor:
-    time.sleep(0.02)
+    time.sleep(2 * _FORWARD_SECONDS)
     return grad
 
 
