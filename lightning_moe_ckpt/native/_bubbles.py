@@ -30,7 +30,7 @@ log = rank_logger(__name__)
 
 _SHARE, _PROBE_NBYTES = 0.8, 16 * 2**20
 """Share of the bubbles' room that is used at the measured rate, as the rest absorbs noise; bytes of that measurement."""
-_FEW, _TURN, _SAMPLES, _REST = 0.1, 4, 16, 1000
+_FEW, _TURN, _SAMPLES, _REST = 0.1, 4, 24, 1000
 """Share of chunks beside operations that is worth a trial, passes of a turn, passes with copies to measure in each way, and
 passes from one trial to the next."""
 
