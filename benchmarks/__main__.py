@@ -59,9 +59,9 @@ _BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what other
         [
             several("--bubble-settings", ["cores", "devices"], "Two stages of one core each; four that sleep"),
             number("--bubble-megabytes", 128, "MiB of a stage's state, copied at every step."),
-            number("--bubble-layers", 4, "Layers of a stage, 512 wide."),
-            number("--bubble-samples", 128, "Of a micro-batch."),
-            number("--bubble-steps", 100, "Steps of every fit."),
+            number("--bubble-layers", 4, "Layers of a stage with a core, 512 wide."),
+            number("--bubble-samples", 128, "Of such a stage's micro-batch."),
+            number("--bubble-steps", 110, "Steps of every fit."),
         ],
     ),
     "recovery": (

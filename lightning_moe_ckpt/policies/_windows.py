@@ -7,9 +7,7 @@ Filling backwards in the given order, each slot as full as it goes, needs the fe
 order: let greedy have packed A more than another plan after k slots. To catch up the other plan must pack A in FULL,
 which greedy has paid for in COMPUTE only, and COMPUTE <= FULL. So greedy is never behind. Algorithm 1 keeps the order;
 where its plan keeps the budget, greedy has no more slots. Plans that break the order are tried only if that can save a
-slot.
-
-Where these may not be the best, and operators are up to 19, or more with equal sizes, `_pack_exactly` looks at all plans.
+slot. Where these may not be the best, and operators are up to 19, or more with equal sizes, `_pack_exactly` looks at all plans.
 
 A slot goes over the budget only if COMPUTE of all operators does, if the window would exceed `max_window`, or if an
 operator is too large for the bytes that COMPUTE leaves (see `split_nbytes`). It is always slot 0.
@@ -47,15 +45,11 @@ from lightning_moe_ckpt.policies._popularity import Order
 PlannerName = Literal["packed", "algorithm1"]
 OverBudget = Literal["stall", "dense"]
 _MOST_STATES, _MOST_IN_SEARCH, _MOST_ITEMS = 2**19, 2**12, 99
-"""Bounds of exact plans: states for a budget, within a second, states for each budget tried, and operators; no clock, which ranks
-would not share."""
-
+"""Bounds of exact plans: states for a budget (a second), states for each budget tried, and operators; ranks share no clock."""
+Counts = Tensor | Sequence[float]
 Ints = npt.NDArray[np.int64]
 Slots = list[Ints]
 """Indices of the items by slot, first slot first."""
-
-
-Counts = Tensor | Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,13 +363,8 @@ def assign_positions(plan: Plan, operators: OperatorSet, counts: Counts, *, by: 
     holders = {position.name: position.holders for position, _ in _assign(operators, layers)}
     if set(plan.names) != set(holders):
         raise ValueError("The plan does not belong to these operators: it names other positions.")
-    steps = tuple(
-        WindowStep(
-            {"durable": {name: kind for position, kind in step.files["durable"].items() for name in holders[position]}}
-        )
-        for step in plan.steps
-    )
-    return Plan(steps, plan.interval_steps, plan.partial)
+    files = [{name: kind for at, kind in step.files["durable"].items() for name in holders[at]} for step in plan.steps]
+    return Plan(tuple(WindowStep({"durable": each}) for each in files), plan.interval_steps, plan.partial)
 
 
 def all_names(operators: OperatorSet) -> list[str]:

@@ -45,6 +45,7 @@ ScheduleName = Literal["1f1b", "gpipe"]
 
 SCHEDULES: dict[str, type[Schedule1F1B | ScheduleGPipe]] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 
+Context = Callable[[], AbstractContextManager[None]]
 Border = list[list[Any]]
 """Shape and type of each tensor from one stage to the next."""
 
@@ -74,24 +75,21 @@ class Pipeline:
         *,
         micro_batches: int,
         schedule: ScheduleName,
-        forward_context: Callable[[], AbstractContextManager[None]],
+        forward_context: Context,
         scale: Callable[[Tensor], Tensor],
         device: torch.device,
         upstream: UpstreamLog,
         metrics: StageMetrics,
         enter: Callable[[PipelinePhase], None],
     ) -> None:
-        self._module, self._stage, self._groups = module, _Forward(module, stage, forward_context, self._inject), groups
+        self._module, self._stage, self._groups = module, _Forward(stage, forward_context, self._inject), groups
         self._hooks: StagedModule = staged(module)
         self._micro_batches, self._schedule, self._context = micro_batches, schedule, forward_context
         self._scale, self._device, self._upstream, self._enter = scale, device, upstream, enter
         self._exchange = Exchange(groups, "pipeline_control")
-        self._logs, self._share = (
-            StageLogs(module, self._exchange, upstream, metrics),
-            partial(metrics.share, module, stage),
-        )
-        self._borders: dict[bool, tuple[list[Border], Any]] = {}
-        self._runners: dict[bool, _Runner] = {}
+        self._logs = StageLogs(module, self._exchange, upstream, metrics)
+        self._share = partial(metrics.share, module, stage)
+        self._runners: dict[bool, tuple[Border, _Runner]] = {}
         self._reducer: GradientReducer | None = None
 
     def train(self, batch: Any, reducer: GradientReducer) -> Tensor:
@@ -114,8 +112,7 @@ class Pipeline:
         self._share()
         with self._logs.taken():
             run(inputs, target)
-        loss = self._logs.exchanged()
-        return loss.to(self._device)
+        return self._logs.exchanged().to(self._device)
 
     def _repeat(self, inputs: Sequence[Tensor], target: Tensor, *, training: bool) -> None:
         """Run all micro-batches of a batch again in the same order, fed with the other stages' recorded tensors."""
@@ -137,9 +134,7 @@ class Pipeline:
         if given is None:
             given = self._upstream.take("down")
             if training:
-                given = [
-                    generation.to(self._device).requires_grad_(generation.is_floating_point()) for generation in given
-                ]
+                given = [each.to(self._device).requires_grad_(each.is_floating_point()) for each in given]
         with torch.set_grad_enabled(training):
             output = self._stage(*given)
             if self._groups.stage == self._groups.num_stages - 1:
@@ -153,11 +148,7 @@ class Pipeline:
         grads = None if at_end else [each.to(self._device) for each in self._upstream.take("up")]
         found = stage_backward(output, grads, given)
         if self._groups.stage > 0:
-            pairs = [
-                (generation, grad)
-                for generation, grad in zip(given, found, strict=True)
-                if generation.is_floating_point()
-            ]
+            pairs = [(each, grad) for each, grad in zip(given, found, strict=True) if each.is_floating_point()]
             self._upstream.sent("up", [torch.zeros_like(e) if grad is None else grad for e, grad in pairs])
 
     def _split(self, batch: Any) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -181,20 +172,18 @@ class Pipeline:
         """Return the schedule for such batches, whose shapes the first decides. Raises `ConfigurationError` if they change in
         training.
         """
-        said = _border(inputs)
-        known = self._borders.get(training)
-        if known is not None and known[1] == said:
-            return self._runners[training]
+        said, known = _border(inputs), self._runners.get(training)
+        if known is not None and known[0] == said:
+            return known[1]
         if known is not None and training:
             raise ConfigurationError(
-                f"A batch has {_shown(said)}, batches before had {_shown(known[1])}: activations would have other shapes, which "
+                f"A batch has {_shown(said)}, batches before had {_shown(known[0])}: activations would have other shapes, which "
                 "`pipeline_parallel` does not support. Give all batches one shape, with `drop_last=True` where the last is "
                 "smaller."
             )
-        borders = self._shapes(inputs)
-        self._borders[training] = borders, said
-        self._runners[training] = _Runner(self, borders, training=training)
-        return self._runners[training]
+        runner = _Runner(self, self._shapes(inputs), training=training)
+        self._runners[training] = said, runner
+        return runner
 
     def _shapes(self, inputs: Sequence[Tensor]) -> list[Border]:
         """Return shapes and types at each border, the first before stage 0. Collective over the pipeline."""
@@ -204,10 +193,7 @@ class Pipeline:
             if stage == self._groups.stage:
                 given = [tensor.chunk(self._micro_batches)[0] for tensor in inputs]
                 if stage > 0:
-                    given = [
-                        torch.zeros(shape, dtype=getattr(torch, name), device=self._device)
-                        for shape, name in borders[-1]
-                    ]
+                    given = [*_zeros(borders[-1], self._device)]
                 random = capture_rng()
                 with torch.no_grad():
                     own = _border(_tensors(self._stage.run(_trial(self._stage.stage), *given)))
@@ -242,9 +228,8 @@ class Pipeline:
     def _backward_begins(self, *, last: bool) -> None:
         """Collect gradients over micro-batches; gradients complete in the last one are reduced meanwhile."""
         assert self._reducer is not None
-        self._scale(
-            torch.zeros((), device=self._device)
-        )  # inner stages unscale too, and have no loss to initialise the scale
+        # Inner stages unscale too, and have no loss to initialise the scale.
+        self._scale(torch.zeros((), device=self._device))
         self._reducer.prepare(sync=last)
 
 
@@ -260,8 +245,8 @@ class _Runner:
             here,
             groups.num_stages,
             pipeline._device,  # noqa: SLF001
-            input_args=_metas(borders[here], grad=training and not self._is_first),
-            output_args=_metas(borders[here + 1], grad=training),
+            input_args=_zeros(borders[here], "meta", grad=training and not self._is_first),
+            output_args=_zeros(borders[here + 1], "meta", grad=training),
             group=groups.groups["pipeline"],
         )
         stage.backward_begins = pipeline._backward_begins  # noqa: SLF001
@@ -333,13 +318,7 @@ class _Stage(PipelineStage):
 class _Forward(nn.Module):
     """Module that torch runs as a stage; part of no model, so that no name changes."""
 
-    def __init__(
-        self,
-        module: LightningModule,
-        stage: nn.Module,
-        context: Callable[[], AbstractContextManager[None]],
-        inject: Callable[[Any], Any],
-    ) -> None:
+    def __init__(self, stage: nn.Module, context: Context, inject: Callable[[Any], Any]) -> None:
         super().__init__()
         self.stage, self._context, self._inject = stage, context, inject
 
@@ -385,8 +364,8 @@ def _border(tensors: Any) -> Border:
     return [[list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for tensor in tensors]
 
 
-def _metas(border: Border, *, grad: bool) -> tuple[Tensor, ...]:
-    made = [torch.empty(shape, dtype=getattr(torch, name), device="meta") for shape, name in border]
+def _zeros(border: Border, device: torch.device | str, *, grad: bool = False) -> tuple[Tensor, ...]:
+    made = [torch.zeros(shape, dtype=getattr(torch, name), device=device) for shape, name in border]
     return tuple(each.requires_grad_(grad and each.is_floating_point()) for each in made)
 
 
@@ -402,11 +381,8 @@ def _trial(stage: nn.Module) -> nn.Module:
     """
     shared = [*stage.parameters(), *(value for module in stage.modules() for value in vars(module).values())]
     # The previous batch's auxiliary loss has a graph, and tensors with a graph cannot be copied.
-    memo = {
-        id(each): each
-        for each in shared
-        if isinstance(each, nn.Parameter) or getattr(each, "grad_fn", None) is not None
-    }
+    kept = (each for each in shared if isinstance(each, nn.Parameter) or getattr(each, "grad_fn", None) is not None)
+    memo = {id(each): each for each in kept}
     try:
         trial = copy.deepcopy(stage, memo)
     except (TypeError, RuntimeError) as error:

@@ -160,7 +160,7 @@ def test_copies_wait_only_where_steps_get_shorter(
     engine = Engine(beside)
     bubbles = Bubbles(engine, torch.device("cpu"))  # type: ignore[arg-type]
     assert bubbles.figures() is None
-    _take_steps(bubbles, engine, clock, 60, saved)
+    _take_steps(bubbles, engine, clock, 90, saved)
     figures = bubbles.figures()
     assert figures is not None
     assert figures.verdict.endswith(says)
