@@ -50,7 +50,7 @@ class StepUndo:
         self.incomplete = users.incomplete
         """Whether the module has containers not looked into."""
         self._accesses, self._count = accesses, accesses.count
-        self._names, self._weights = zip(*module.named_parameters(), strict=True)
+        self._module, self._weights = module, [*_weights_of(module)]
         self._versions = versions(self._weights)
         self._gradients = [*_unzeroed(trainer, self._weights)]
 
@@ -59,8 +59,9 @@ class StepUndo:
         if self._accesses.count != self._count:
             return "a step uses `.data` of weights"
         now = versions(self._weights)
-        changed = [name for name, *two in zip(self._names, self._versions, now, strict=True) if two[0] != two[1]]
-        return f"a step changes `{changed[0]}` before the optimizer does" if changed else ""
+        changed = {id(each) for each, *two in zip(self._weights, self._versions, now, strict=True) if two[0] != two[1]}
+        names = (name for name, each in self._module.named_parameters() if id(each) in changed)
+        return f"a step changes `{next(names, 'a former weight')}` before the optimizer does" if changed else ""
 
     def undo(self) -> None:
         """Restore everything as it was when the step began; may be called repeatedly.
@@ -91,6 +92,10 @@ def _unzeroed(trainer: Trainer, weights: Iterable[nn.Parameter]) -> Iterator[tup
             yield weight, None
         elif id(weight) not in stepped:
             yield weight, None if weight.grad is None else weight.grad.clone()
+
+
+def _weights_of(module: LightningModule) -> Iterator[nn.Parameter]:
+    yield from (each for part in modules_of(module) for each in part._parameters.values() if each is not None)
 
 
 def _hold_buffers(module: LightningModule) -> Callable[[], None]:

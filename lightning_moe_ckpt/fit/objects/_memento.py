@@ -14,6 +14,7 @@ Out of reach: class attributes, globals, closures, iterators, and content of the
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 import types
@@ -69,7 +70,7 @@ class Memento:
         self.incomplete = False
         """Whether there are objects in longer containers, whose content is not remembered."""
         self._restored = {id(tensor): tensor for tensor in restored}
-        self._spaces: list[tuple[dict[Any, Any], list[tuple[Any, Any]]]] = []
+        self._spaces: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         """Objects' attributes, and dictionaries."""
         self._slots: list[tuple[object, str, object]] = []
         self._containers: list[tuple[Any, list[Any]]] = []
@@ -82,7 +83,7 @@ class Memento:
         self._seen: dict[int, object] = {}
         self._search([*roots, *self._restored.values()])
         for each in shallow:
-            self._spaces.append((vars(each), list(vars(each).items())))
+            self._spaces.append((vars(each), vars(each).copy()))
         self._random = capture_rng(held=self._held)
         self._seen.clear()
 
@@ -110,7 +111,8 @@ class Memento:
     def _search(self, found: list[object]) -> None:
         while found:
             each = found.pop()
-            if type(each) in _ATOMS or id(each) in self._seen or isinstance(each, self._apart):
+            kind = each.__class__  # `isinstance` asks it, and takes longest with abstract classes
+            if kind in _ATOMS or id(each) in self._seen or _is_any(kind, self._apart):
                 continue
             self._seen[id(each)] = each  # kept alive: no other object may get its identity
             found.extend(self._remember(each))
@@ -151,7 +153,7 @@ class Memento:
             yield from self._within(each)
 
     def _remember_space(self, space: dict[Any, Any]) -> Iterator[object]:
-        self._spaces.append((space, list(space.items())))
+        self._spaces.append((space, space.copy() if type(space) is dict else dict(space.items())))
         yield from self._within(space.values())
 
     def _within(self, items: Collection[object]) -> Iterable[object]:
@@ -173,11 +175,15 @@ class Memento:
             self._leaves.append((tensor, tensor.requires_grad, tensor.grad, hooks))
 
 
-def _restore_space(space: dict[Any, Any], items: list[tuple[Any, Any]]) -> None:
-    now = list(space.items())
-    if len(now) == len(items) and all(k is key and v is value for (k, v), (key, value) in zip(now, items, strict=True)):
+_is_any = functools.lru_cache(maxsize=4096)(issubclass)
+
+
+def _restore_space(space: dict[Any, Any], items: dict[Any, Any]) -> None:
+    if len(space) == len(items) and all(
+        k is key and v is value for (k, v), (key, value) in zip(space.items(), items.items(), strict=True)
+    ):
         return
-    refill(space, items)
+    refill(space, items.items())
 
 
 def _restore_tensor(tensor: Tensor, kept: Tensor | int | None) -> None:
@@ -200,4 +206,4 @@ def _restore_leaf(tensor: Tensor, trains: bool, gradient: Tensor | None, hooks: 
             if now:
                 setattr(tensor, name, None)
         else:
-            _restore_space(now, list(own.items()))
+            _restore_space(now, own)
