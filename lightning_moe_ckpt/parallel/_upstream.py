@@ -360,8 +360,6 @@ class UpstreamLog:
 _WORD_NBYTES = 8
 _ROW = 1024
 """Words per partial sum."""
-_MIDDLE = 2**63
-"""Offset of unsigned words from int64."""
 
 
 class HostCopies:
@@ -393,8 +391,7 @@ class HostCopies:
 def digests_of(tensors: Sequence[Tensor]) -> list[Tensor | int]:
     """Return digests of types, shapes and every bit of tensors, as int64; without waiting for a device.
 
-    On the host a digest is XXH3. On a device it is the sum of all words, each times an odd number by its place, modulo 2**64,
-    so a change of one word changes it.
+    XXH3 on the host; on a device the sum of all words, each times an odd number by its place: another word, another sum.
     """
     return [_digest(tensor.detach()) for tensor in tensors]
 
@@ -403,7 +400,7 @@ def _digest(tensor: Tensor) -> Tensor | int:
     seed = xxh3_64_intdigest(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
     flat = tensor.contiguous().view(-1).view(torch.uint8)
     if flat.device.type == "cpu":
-        return xxh3_64_intdigest(flat.numpy(), seed) - _MIDDLE
+        return xxh3_64_intdigest(flat.numpy().data, seed) - 2**63
     if flat.storage_offset() % _WORD_NBYTES:
         flat = flat.clone()
     whole = len(flat) // _WORD_NBYTES * _WORD_NBYTES
@@ -416,4 +413,4 @@ def _digest(tensor: Tensor) -> Tensor | int:
     ]
     by_row = torch.cat(sums)
     places = 2 * torch.arange(len(by_row), device=tensor.device) + 1
-    return (by_row * places).sum() + (seed - _MIDDLE)
+    return (by_row * places).sum() + (seed - 2**63)

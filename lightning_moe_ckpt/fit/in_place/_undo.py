@@ -50,7 +50,8 @@ class StepUndo:
         self.incomplete = users.incomplete
         """Whether the module has containers not looked into."""
         self._accesses, self._count = accesses, accesses.count
-        self._module, self._weights = module, [*_weights_of(module)]
+        spaces = [part._parameters for part in modules_of(module)]
+        self._module, self._weights = module, [each for space in spaces for each in space.values() if each is not None]
         self._versions = versions(self._weights)
         self._gradients = [*_unzeroed(trainer, self._weights)]
 
@@ -58,8 +59,8 @@ class StepUndo:
         """Return how weights have changed since, or may have changed; empty if they have not."""
         if self._accesses.count != self._count:
             return "a step uses `.data` of weights"
-        now = versions(self._weights)
-        changed = {id(each) for each, *two in zip(self._weights, self._versions, now, strict=True) if two[0] != two[1]}
+        pairs = zip(self._versions, versions(self._weights), strict=True)
+        changed = {id(each) for each, (was, now) in zip(self._weights, pairs, strict=True) if was != now}
         names = (name for name, each in self._module.named_parameters() if id(each) in changed)
         return f"a step changes `{next(names, 'a former weight')}` before the optimizer does" if changed else ""
 
@@ -92,10 +93,6 @@ def _unzeroed(trainer: Trainer, weights: Iterable[nn.Parameter]) -> Iterator[tup
             yield weight, None
         elif id(weight) not in stepped:
             yield weight, None if weight.grad is None else weight.grad.clone()
-
-
-def _weights_of(module: LightningModule) -> Iterator[nn.Parameter]:
-    yield from (each for part in modules_of(module) for each in part._parameters.values() if each is not None)
 
 
 def _hold_buffers(module: LightningModule) -> Callable[[], None]:
@@ -224,8 +221,7 @@ def _own_names() -> frozenset[str]:
 
 def hold(trainer: Trainer, module: LightningModule) -> Callable[[], None]:
     """Return a function to undo an attempt's changes in the trainer's loops, results and scaler, and in metrics."""
-    metrics = hold_metrics(module)
-    results = trainer.fit_loop.epoch_loop._results
+    metrics, results = hold_metrics(module), trainer.fit_loop.epoch_loop._results
     progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress
     counted, name = progress.state_dict(), module._current_fx_name
     kept = {

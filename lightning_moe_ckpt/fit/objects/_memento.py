@@ -14,13 +14,13 @@ Out of reach: class attributes, globals, closures, iterators, and content of the
 
 from __future__ import annotations
 
-import functools
 import random
 import sys
 import types
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from enum import Enum
+from functools import lru_cache
 from pathlib import PurePath
 from typing import Any
 
@@ -42,6 +42,7 @@ _FOREIGN = {*sys.stdlib_module_names, "fsspec", "tqdm", "rich", "tensorboard"}
 """Packages whose objects are not searched: connections, files, threads, windows."""
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _MISSING = object()
+_is_any: Callable[[type, tuple[type, ...]], bool] = lru_cache(maxsize=4096)(issubclass)
 
 
 class Memento:
@@ -96,8 +97,8 @@ class Memento:
                 object.__setattr__(owner, name, value)
             elif hasattr(owner, name):
                 object.__delattr__(owner, name)
-        for container, items in self._containers:
-            refill(container, items)
+        for container, was in self._containers:
+            refill(container, was)
         for array, content in self._arrays:
             array[...] = content
         for tensor, kept in self._tensors:
@@ -111,8 +112,7 @@ class Memento:
     def _search(self, found: list[object]) -> None:
         while found:
             each = found.pop()
-            kind = each.__class__  # `isinstance` asks it, and takes longest with abstract classes
-            if kind in _ATOMS or id(each) in self._seen or _is_any(kind, self._apart):
+            if type(each) in _ATOMS or id(each) in self._seen or _is_any(each.__class__, self._apart):
                 continue
             self._seen[id(each)] = each  # kept alive: no other object may get its identity
             found.extend(self._remember(each))
@@ -175,13 +175,8 @@ class Memento:
             self._leaves.append((tensor, tensor.requires_grad, tensor.grad, hooks))
 
 
-_is_any = functools.lru_cache(maxsize=4096)(issubclass)
-
-
 def _restore_space(space: dict[Any, Any], items: dict[Any, Any]) -> None:
-    if len(space) == len(items) and all(
-        k is key and v is value for (k, v), (key, value) in zip(space.items(), items.items(), strict=True)
-    ):
+    if [id(each) for pair in space.items() for each in pair] == [id(each) for pair in items.items() for each in pair]:
         return
     refill(space, items.items())
 
