@@ -28,7 +28,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from xxhash import xxh3_64_digest
+from xxhash import xxh3_64_intdigest
 
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.journal import differs
@@ -78,7 +78,7 @@ class Crossings:
     """Kind and value of each answer, the same on all ranks of a pipeline."""
     sent: dict[str, list[list[Tensor]]] = field(default_factory=lambda: {"down": [], "up": []})
     """Copies on the host of tensors sent, by direction, in order; complete after `HostCopies.wait`."""
-    seen: dict[str, list[Tensor]] = field(default_factory=lambda: {"down": [], "up": []})
+    seen: dict[str, list[list[Tensor | int]]] = field(default_factory=lambda: {"down": [], "up": []})
     """Digests of tensors received, by direction."""
 
     @property
@@ -129,7 +129,7 @@ class UpstreamLog:
         self._out_of: dict[str, LiveBorder] = {}
         self._copies = HostCopies()
         self._diverged = ""
-        self._unchecked: list[tuple[str, Tensor, list[int]]] = []
+        self._unchecked: list[tuple[str, list[Tensor | int], list[int]]] = []
         """Direction, digests and former digests of tensors sent again."""
 
     # -- what is kept
@@ -223,12 +223,12 @@ class UpstreamLog:
             border.send(copies)
         elif self._from is not None:
             expected = self._from.outputs[direction]
-            self._unchecked.append((direction, digest_of(sent), expected.popleft() if expected else []))
+            self._unchecked.append((direction, digests_of(sent), expected.popleft() if expected else []))
 
     def received(self, direction: Direction, tensors: Iterable[Tensor]) -> None:
         """Keep digests of tensors received."""
         if self._now is not None and (found := [tensor for tensor in tensors if isinstance(tensor, Tensor)]):
-            self._now.seen[direction].append(digest_of(found))
+            self._now.seen[direction].append(digests_of(found))
 
     # -- a stage repeats steps
 
@@ -255,7 +255,7 @@ class UpstreamLog:
         """Return this rank's part of a repeated step's source: answers, copies of sent tensors, digests of received tensors."""
         self._copies.wait()
         kept = self._steps[step]
-        return [kept.answers, kept.sent, {way: [each.tolist() for each in seen] for way, seen in kept.seen.items()}]
+        return [kept.answers, kept.sent, {way: [[*map(int, each)] for each in seen] for way, seen in kept.seen.items()}]
 
     def repeat(
         self, first: int, answers: Sequence[list[Any]], before: Sequence[Any] | None, behind: Sequence[Any] | None
@@ -302,7 +302,7 @@ class UpstreamLog:
         """
         unchecked, self._unchecked = self._unchecked, []
         for direction, digest, expected in unchecked:
-            if digest.tolist() != expected:
+            if [*map(int, digest)] != expected:
                 self._note(f"other {'activations' if direction == 'down' else 'gradients'} were sent than before")
         if self._diverged:
             raise Diverged(self._diverged)
@@ -388,19 +388,19 @@ class HostCopies:
             stream.synchronize()
 
 
-def digest_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Return digests of types, shapes and every bit of tensors on one device: int64 `[n]`, there; alike on every kind of
-    device.
+def digests_of(tensors: Sequence[Tensor]) -> list[Tensor | int]:
+    """Return digests of types, shapes and every bit of tensors, as int64; without waiting for a device.
 
-    A digest is the sum of all words, each times an odd number by its place, modulo 2**64. So a change of one word changes
-    the digest.
+    XXH3 on the host; on a device the sum of all words, each times an odd number by its place: another word, another sum.
     """
-    return torch.stack([_digest(tensor.detach()) for tensor in tensors])
+    return [_digest(tensor.detach()) for tensor in tensors]
 
 
-def _digest(tensor: Tensor) -> Tensor:
-    kind = f"{tensor.dtype}{tuple(tensor.shape)}".encode()
+def _digest(tensor: Tensor) -> Tensor | int:
+    seed = xxh3_64_intdigest(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
     flat = tensor.contiguous().view(-1).view(torch.uint8)
+    if flat.device.type == "cpu":
+        return xxh3_64_intdigest(flat.numpy().data, seed) - 2**63
     if flat.storage_offset() % _WORD_NBYTES:
         flat = flat.clone()
     whole = len(flat) // _WORD_NBYTES * _WORD_NBYTES
@@ -413,4 +413,4 @@ def _digest(tensor: Tensor) -> Tensor:
     ]
     by_row = torch.cat(sums)
     places = 2 * torch.arange(len(by_row), device=tensor.device) + 1
-    return (by_row * places).sum() + int.from_bytes(xxh3_64_digest(kind), "little", signed=True)
+    return (by_row * places).sum() + (seed - 2**63)

@@ -50,7 +50,6 @@ log = rank_logger(__name__)
 
 T = TypeVar("T")
 
-
 _MOST_TRIES = 5
 """Tries of stages to come to a step. A stage that asks all ranks directly hangs in each, since waiting ranks do not answer."""
 
@@ -311,9 +310,8 @@ class StageAlone:
 
     def _feed(self, first: int | None) -> None:
         """Give repeating stages this rank's records for them. Collective."""
-        plan, groups = self._recovery.plan, self._strategy.groups
+        plan, groups, here = self._recovery.plan, self._strategy.groups, self._strategy.groups.stage
         assert plan is not None
-        here = groups.stage
         serves = here not in plan.repeating and (here + 1 in plan.failed or here - 1 in plan.failed)
         there = first is not None and first <= plan.step and (not serves or self._log.has(first, plan.step))
         if not Exchange(groups).all_agree(there):

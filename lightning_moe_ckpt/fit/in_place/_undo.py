@@ -50,7 +50,8 @@ class StepUndo:
         self.incomplete = users.incomplete
         """Whether the module has containers not looked into."""
         self._accesses, self._count = accesses, accesses.count
-        self._names, self._weights = zip(*module.named_parameters(), strict=True)
+        spaces = [part._parameters for part in modules_of(module)]
+        self._module, self._weights = module, [each for space in spaces for each in space.values() if each is not None]
         self._versions = versions(self._weights)
         self._gradients = [*_unzeroed(trainer, self._weights)]
 
@@ -58,9 +59,10 @@ class StepUndo:
         """Return how weights have changed since, or may have changed; empty if they have not."""
         if self._accesses.count != self._count:
             return "a step uses `.data` of weights"
-        now = versions(self._weights)
-        changed = [name for name, *two in zip(self._names, self._versions, now, strict=True) if two[0] != two[1]]
-        return f"a step changes `{changed[0]}` before the optimizer does" if changed else ""
+        pairs = zip(self._versions, versions(self._weights), strict=True)
+        changed = {id(each) for each, (was, now) in zip(self._weights, pairs, strict=True) if was != now}
+        names = (name for name, each in self._module.named_parameters() if id(each) in changed)
+        return f"a step changes `{next(names, 'a former weight')}` before the optimizer does" if changed else ""
 
     def undo(self) -> None:
         """Restore everything as it was when the step began; may be called repeatedly.
@@ -219,8 +221,7 @@ def _own_names() -> frozenset[str]:
 
 def hold(trainer: Trainer, module: LightningModule) -> Callable[[], None]:
     """Return a function to undo an attempt's changes in the trainer's loops, results and scaler, and in metrics."""
-    metrics = hold_metrics(module)
-    results = trainer.fit_loop.epoch_loop._results
+    metrics, results = hold_metrics(module), trainer.fit_loop.epoch_loop._results
     progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress
     counted, name = progress.state_dict(), module._current_fx_name
     kept = {

@@ -18,8 +18,9 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from enum import Enum
+from functools import lru_cache
 from pathlib import PurePath
 from typing import Any
 
@@ -41,6 +42,7 @@ _FOREIGN = {*sys.stdlib_module_names, "fsspec", "tqdm", "rich", "tensorboard"}
 """Packages whose objects are not searched: connections, files, threads, windows."""
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _MISSING = object()
+_is_any: Callable[[type, tuple[type, ...]], bool] = lru_cache(maxsize=4096)(issubclass)
 
 
 class Memento:
@@ -69,7 +71,7 @@ class Memento:
         self.incomplete = False
         """Whether there are objects in longer containers, whose content is not remembered."""
         self._restored = {id(tensor): tensor for tensor in restored}
-        self._spaces: list[tuple[dict[Any, Any], list[tuple[Any, Any]]]] = []
+        self._spaces: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         """Objects' attributes, and dictionaries."""
         self._slots: list[tuple[object, str, object]] = []
         self._containers: list[tuple[Any, list[Any]]] = []
@@ -82,7 +84,7 @@ class Memento:
         self._seen: dict[int, object] = {}
         self._search([*roots, *self._restored.values()])
         for each in shallow:
-            self._spaces.append((vars(each), list(vars(each).items())))
+            self._spaces.append((vars(each), vars(each).copy()))
         self._random = capture_rng(held=self._held)
         self._seen.clear()
 
@@ -95,8 +97,8 @@ class Memento:
                 object.__setattr__(owner, name, value)
             elif hasattr(owner, name):
                 object.__delattr__(owner, name)
-        for container, items in self._containers:
-            refill(container, items)
+        for container, was in self._containers:
+            refill(container, was)
         for array, content in self._arrays:
             array[...] = content
         for tensor, kept in self._tensors:
@@ -110,7 +112,7 @@ class Memento:
     def _search(self, found: list[object]) -> None:
         while found:
             each = found.pop()
-            if type(each) in _ATOMS or id(each) in self._seen or isinstance(each, self._apart):
+            if type(each) in _ATOMS or id(each) in self._seen or _is_any(each.__class__, self._apart):
                 continue
             self._seen[id(each)] = each  # kept alive: no other object may get its identity
             found.extend(self._remember(each))
@@ -151,7 +153,7 @@ class Memento:
             yield from self._within(each)
 
     def _remember_space(self, space: dict[Any, Any]) -> Iterator[object]:
-        self._spaces.append((space, list(space.items())))
+        self._spaces.append((space, space.copy() if type(space) is dict else dict(space.items())))
         yield from self._within(space.values())
 
     def _within(self, items: Collection[object]) -> Iterable[object]:
@@ -173,11 +175,10 @@ class Memento:
             self._leaves.append((tensor, tensor.requires_grad, tensor.grad, hooks))
 
 
-def _restore_space(space: dict[Any, Any], items: list[tuple[Any, Any]]) -> None:
-    now = list(space.items())
-    if len(now) == len(items) and all(k is key and v is value for (k, v), (key, value) in zip(now, items, strict=True)):
+def _restore_space(space: dict[Any, Any], items: dict[Any, Any]) -> None:
+    if [id(each) for pair in space.items() for each in pair] == [id(each) for pair in items.items() for each in pair]:
         return
-    refill(space, items)
+    refill(space, items.items())
 
 
 def _restore_tensor(tensor: Tensor, kept: Tensor | int | None) -> None:
@@ -200,4 +201,4 @@ def _restore_leaf(tensor: Tensor, trains: bool, gradient: Tensor | None, hooks: 
             if now:
                 setattr(tensor, name, None)
         else:
-            _restore_space(now, list(own.items()))
+            _restore_space(now, own)
