@@ -258,7 +258,7 @@ def _pack(step: AdamStep, begin: int) -> _Step:
         part = gradient.parts[begin // gradient.parts[0].numel]
         packed.kind, packed.values = _SPARSE, part.values.data_ptr()
         packed.tiles = part.tiles.data_ptr()
-        packed.indices = part.indices.data_ptr() or packed.tiles  # where nothing was kept, an empty tensor has no address
+        packed.indices = part.indices.data_ptr() or packed.tiles  # an empty tensor has no address
     else:
         packed.kind = DTYPE_CODES[gradient.dtype]
         packed.values = gradient.data_ptr() + begin * gradient.element_size()
