@@ -257,7 +257,8 @@ def _pack(step: AdamStep, begin: int) -> _Step:
     elif isinstance(gradient, SparseGradient):
         part = gradient.parts[begin // gradient.parts[0].numel]
         packed.kind, packed.values = _SPARSE, part.values.data_ptr()
-        packed.indices, packed.tiles = part.indices.data_ptr(), part.tiles.data_ptr()
+        packed.tiles = part.tiles.data_ptr()
+        packed.indices = part.indices.data_ptr() or packed.tiles  # an empty tensor has no address
     else:
         packed.kind = DTYPE_CODES[gradient.dtype]
         packed.values = gradient.data_ptr() + begin * gradient.element_size()

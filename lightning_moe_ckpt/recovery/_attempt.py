@@ -18,17 +18,19 @@ latter in agreeing per expert, on verified records of every rank.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from operator import attrgetter
 from typing import Literal, TypeVar
 
 import numpy as np
 import torch
 
 from lightning_moe_ckpt._logging import rank_logger
-from lightning_moe_ckpt.recovery._assembly import Assembly, Exhausted, Wanted
+from lightning_moe_ckpt.recovery._assembly import Assembly, Exhausted, Place, Wanted
 from lightning_moe_ckpt.recovery._index import (
     PARAM,
     Links,
@@ -41,7 +43,7 @@ from lightning_moe_ckpt.recovery._index import (
 )
 from lightning_moe_ckpt.recovery._inventory import UNREADABLE, Inventory, Reader, Replica, Version, stored
 from lightning_moe_ckpt.recovery._transfer import MESSAGE_NBYTES, MarkerSearch, Rounds, Transfer, Transport, Which
-from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentLayout, Span, dtype_of
+from lightning_moe_ckpt.storage import GenerationId, RankMarker, RecordColumns, SegmentLayout, Span, dtype_of
 from lightning_moe_ckpt.tiers import HOST, PEER, STORAGE, TierName, is_differential, is_partial
 
 log = rank_logger(__name__)
@@ -60,6 +62,10 @@ LEVELS: Mapping[LedgerLevel, Collection[TierName]] = {
 
 COMMITS = 3
 """Newest commits searched for a version's differences: each names its whole chain."""
+
+_SAMPLE, _PAYS, _PAYS_SECONDS = 8, 0.8, 1.0
+"""Share of a file that is read to estimate its time, as 1 / n; share of the newest generation's time, and seconds below it,
+within which an older generation comes first."""
 
 _NAMED = 16
 """Most experts without a good copy that a message names."""
@@ -248,6 +254,36 @@ class RestoreAttempt:
             values = [[i, self._extracted(wanted[i], local.pop(i), extract)] for i in own]
             for row in self._transport.gather_values(values)[here : here + size]:
                 found |= {i: value for i, value in row if value is not None}
+
+    def why_older(self, older: RestoreAttempt) -> str:
+        """Return the reason why an older exact generation brings training back sooner, steps repeated, or empty. Collective."""
+        if not {self.version, older.version}.issubset(self._reachable):
+            return ""
+        if (own := self._cost()) is None or (other := older._cost()) is None:
+            return ""
+        repeats = own[1] - other[1] + 1  # whole seconds
+        if other[0] + repeats > min(_PAYS * own[0], own[0] - _PAYS_SECONDS):
+            return ""
+        return f"to bring it takes about {other[0]:.1f} s, to repeat steps {repeats} s; to bring the newest, {own[0]:.1f} s"
+
+    def _cost(self) -> tuple[float, int] | None:
+        """Return the seconds to bring an exact generation, by a record that the slowest rank brings, and its begin as Unix time."""
+        marker = self.marker()
+        if marker is None or self.is_partial or self.is_differential:
+            return None
+        copies, file = self._copies((self.version, None)), max(marker.segments, key=attrgetter("nbytes"))
+        sizes = np.asarray(RecordColumns.of(file.records).nbytes, np.int64)
+        record = file.records[int(np.abs(sizes - file.nbytes // _SAMPLE).argmin())]
+        places = [Place(copy, file, record.offset) for copy in copies]
+        wanted = Wanted(record.name, 0, record.nbytes, record.digest, places)
+        sample = Assembly(str(self.version), torch.empty(record.nbytes, dtype=torch.uint8), [wanted], may_be_lost=True)
+        is_far, began = copies[0].source != HOST, time.perf_counter()
+        self._transfer.fill([sample] * is_far, "")
+        seconds, whole = time.perf_counter() - began, sum(each.nbytes for each in marker.segments)
+        row = [float("inf") if sample.lost else seconds, whole * is_far, record.nbytes * is_far, marker.unix_time]
+        said = self._transport.gather_values(row)
+        seconds, whole, sampled, begin = map(max, zip(*said, strict=True))
+        return (seconds * whole / sampled if sampled else 0.0), begin
 
     def _extracted(self, generation: GenerationId, replicas: Replicas, extract: Callable[[memoryview], T]) -> T | None:
         record = replicas.record

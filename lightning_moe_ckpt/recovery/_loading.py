@@ -10,6 +10,7 @@ Source: PEC/MoC (2024), Sec. 3, for the cost in tokens; the ledger is in `polici
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -213,6 +214,8 @@ class ResumeRequest:
     """Tag of the only run that may be resumed, see `SessionConfig.densify`; empty for any."""
     elastic: bool = False
     """Whether other ranks, or ranks in another layout, may have written the generation."""
+    period_steps: int = 0
+    """Steps between generations by the user's number or the default; further back no generation takes a newer one's place."""
     journals: JournalReader = field(default_factory=JournalReader)
 
 
@@ -496,3 +499,20 @@ def _log_cost(generation: GenerationId, chosen: RestorePlan, ledger: TokenLedger
         ", ".join(f"{place}: {number}" for place, number in sorted(places.items())),
         cost,
     )
+
+
+_RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+"""Variables in which launchers count earlier starts of a job."""
+
+
+def warn_of_a_restart(url: str) -> None:
+    """Warn that a run begins anew although the launcher has started this job before."""
+    for name in _RESTART_COUNTS:
+        count = os.environ.get(name, "")
+        if count.isdigit() and int(count) > 0:
+            log.warning(
+                "%s: training begins from nothing, although %s=%s says that this job was started before. If it had stored "
+                "anything, check the URL",
+                *(url, name, count),
+            )
+            return

@@ -2,8 +2,8 @@
 ones.
 
 The coordinator lists commits, every rank its memory. Ranks agree on the newest version of which each can be given its
-part, bring it, and go on with the next older one if a part is bad in every copy. A version of another model, optimizer
-or world stops the search: the user decides what becomes of it.
+part, or an older generation where storage is slow (`_by_cost`), bring it, and go on with the next older one if a part is bad
+in every copy. A version of another model, optimizer or world stops the search: the user decides what becomes of it.
 
 If the log moved between the search and the opening of the incarnation, another process has started meanwhile or an
 earlier one still commits, and the search begins again.
@@ -11,7 +11,6 @@ earlier one still commits, and the search begins again.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
@@ -35,6 +34,7 @@ from lightning_moe_ckpt.recovery._loading import (
     stored_layouts,
     tokens_behind,
     understood,
+    warn_of_a_restart,
 )
 from lightning_moe_ckpt.recovery._recut import Recut
 from lightning_moe_ckpt.recovery._transfer import agreed_inventory
@@ -64,9 +64,6 @@ from lightning_moe_ckpt.storage import (
 from lightning_moe_ckpt.tiers import HostTier, MemoryClaim, ObjectTier, Tier, shared_directory
 
 log = rank_logger(__name__)
-
-_RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-"""Variables in which launchers count earlier starts of a job."""
 
 StoredFacts = tuple[Facts, list[str]]
 
@@ -145,7 +142,7 @@ class RunOpener:
                         seen=max((each for each in stored if resumed is None or each <= resumed), default=None),
                     )
                     if found is None and self._exchange.is_coordinator:
-                        _warn_of_a_restart(self.store.url)
+                        warn_of_a_restart(self.store.url)
                     if found is not None and self._exchange.is_coordinator:
                         warn_of_other_versions(found.policy, found.generation, job.identity.versions)
                     return found
@@ -265,7 +262,7 @@ class Search:
         self.foreign = frozenset(Version.from_plain(row).generation for row in foreign)
         self.reasons = [*self.reasons, *reasons]
         self.nothing_stored = not self.reasons and not self._in_storage and not self._any_memory
-        usable = self._inventory.usable(self._alive)
+        usable = self._by_cost(self._inventory.usable(self._alive))
         found = self._first_of(usable, may_lack=False)
         if found is None and self.missing and self._job.may_lack_experts:
             found = self._first_of(self._partial, may_lack=True)
@@ -306,6 +303,19 @@ class Search:
         return [plain, [version.plain() for version in foreign], [] if newest is not None else [said]]
 
     # -- bringing it
+
+    def _by_cost(self, usable: list[Version]) -> list[Version]:
+        """Return versions newest first, but for an older generation in memory, within a period, if training is back sooner. Collective."""
+        known, size = self._inventory, self._exchange.world_size
+        held = next((each for each in usable if each in known.offers.whole), None)
+        if held is None or held == usable[0] or known.writers(held) != size:
+            return usable
+        if max(self._alive).generation.step - held.generation.step > self._job.period_steps:
+            return usable
+        why = self._attempt(usable[0]).why_older(self._attempt(held))
+        if why and self._exchange.is_coordinator:
+            log.info("%s comes before %s, which memory does not have whole: %s", held, usable[0], why)
+        return [held, *(each for each in usable if each != held)] if why else usable
 
     def _first_of(self, versions: Sequence[Version], *, may_lack: bool) -> RestoreSource | None:
         for version in versions:
@@ -352,7 +362,7 @@ class Search:
                 log.error("cannot resume from %s, %s; trying an older generation", version.generation, reason)
             self.reasons.append(f"{version.generation}, {reason}")
 
-    def _bring(self, version: Version, *, may_lack: bool) -> RestoreSource | None:
+    def _attempt(self, version: Version, *, may_lack: bool = False) -> RestoreAttempt:
         writers = self._inventory.writers(version)
         own, commits = self._job.identity.topology, self._in_storage
         alive = [
@@ -361,12 +371,15 @@ class Search:
             if self._inventory.writers(each) == writers
             and (each not in commits or Topology.of_stored(commits[each]) == own)
         ]
-        attempt = RestoreAttempt(
+        return RestoreAttempt(
             *(self._exchange, self._reader, self._inventory, version, alive),
             digests=self._digests(self._exchange.rank),
             allow_missing=may_lack,
             num_stages=self._job.groups.num_stages,
         )
+
+    def _bring(self, version: Version, *, may_lack: bool) -> RestoreSource | None:
+        attempt = self._attempt(version, may_lack=may_lack)
         marker = attempt.marker()
         if marker is not None and version not in self._commits and not self._is_alike(marker):
             return self._bring_recut(version)
@@ -510,19 +523,6 @@ class Search:
 
 def _by_rank(reasons: Sequence[str | None]) -> list[str]:
     return [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]
-
-
-def _warn_of_a_restart(url: str) -> None:
-    """Warn that a run begins anew although the launcher has started this job before."""
-    for name in _RESTART_COUNTS:
-        count = os.environ.get(name, "")
-        if count.isdigit() and int(count) > 0:
-            log.warning(
-                "%s: training begins from nothing, although %s=%s says that this job was started before. If it had stored "
-                "anything, check the URL",
-                *(url, name, count),
-            )
-            return
 
 
 def _refuse_process_memory(url: str, world_size: int) -> None:

@@ -100,6 +100,7 @@ def open_run(job: SessionJob, planner: Planner, *, load: bool) -> tuple[OpenRun,
                 may_lack_experts=policy.allow_missing_experts,
                 elastic=config.elastic == "auto" and load,
                 journals=job.journals,
+                period_steps=job.least_steps,
                 only_tag=config.densify,
             ),
         )

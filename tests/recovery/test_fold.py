@@ -12,10 +12,13 @@ from torch.optim import Adam, AdamW, Optimizer
 from benchmarks.differential import laid_out
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.native import (
+    AdamState,
+    AdamStep,
     compress_gradients,
     decompress_gradient,
     pack_gradient,
     packed_nbytes,
+    replay_adam,
     unpack_gradient,
 )
 from lightning_moe_ckpt.native._gradient import SparseGradient
@@ -134,6 +137,19 @@ def test_what_is_packed_is_what_was_compressed(numel: int) -> None:
     packed_U8[:4].view(torch.int32)[0] = kept  # as earlier builds had it
     with pytest.raises(ValueError, match="no compressed gradient"):
         unpack_gradient(packed_U8, numel)
+
+
+@pytest.mark.parametrize("numel", [5, 100_000])
+def test_a_packed_gradient_of_zeros_is_applied(numel: int) -> None:
+    """An expert without tokens has such gradients, and its moments decay all the same."""
+    states = [AdamState(*(torch.ones(numel) for _ in range(3))) for _ in range(2)]
+    (compressed,) = compress_gradients([torch.zeros(numel)])
+    for state, gradient in zip(
+        states, (unpack_gradient(pack_gradient(compressed), numel), torch.zeros(numel)), strict=True
+    ):
+        replay_adam(state, [AdamStep(gradient=gradient, step=3, lr=0.1)])
+    assert all(map(torch.equal, states[0].tensors(), states[1].tensors()))
+    assert not states[0].exp_avg.equal(torch.ones(numel))
 
 
 def test_gradients_that_earlier_builds_packed_are_read() -> None:
