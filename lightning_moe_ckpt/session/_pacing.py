@@ -7,23 +7,20 @@ made: the next window starts later, and tiers rest for some steps. A run with a 
 window and each tier's first generation are measured before there is a second. Where no step beside such a generation
 could be compared, a part of its time counts as its cost.
 
-Every rank keeps an account: seconds that checkpoints have cost since the first step, and seconds that they may have
-cost. A window has a mean cost in seconds, so the next window begins when training has earned that cost. While the
-account is overdrawn, as after the first steps, training earns up to three times as much first. So the whole run's share
-comes to the target, whatever was spent before the first measurement.
+Every rank keeps an account: seconds that checkpoints have cost since the first step, and may have cost. A window has a
+mean cost in seconds, so the next begins when training has earned that cost, and up to three times as much while the
+account is overdrawn, as after the first steps. So the whole run's share comes to the target.
 
 Captures come first, since most restarts need the newest generation in memory: windows are as close to each other as the
 target allows. The rest of the target is for tiers, which rest between generations accordingly, but never longer than a
 given time. A quarter of the target belongs to tiers whatever captures cost.
 
 Steps between windows that a user has given are a *bound*, kept whatever it costs: only tiers rest, and the number that
-would meet the target is said. Where windows leave no quiet steps, tiers are compared with steps of captures alone, and
-captures cost what hooks take.
+would meet the target is said. A tier for which training waited rests at once. Where windows leave no quiet steps, tiers
+are compared with steps of captures alone, and captures cost what hooks take. The exchange that opens a window carries
+each rank's measurements, and the largest decide.
 
-The exchange that opens a window carries each rank's measurements, and the largest decide, so ranks have equal windows.
-
-Source: CheckFreq (2021), Sec. 4.3, which also adapts a period to a target; we differ in measuring tiers apart from
-captures, and in paying back earlier cost.
+Source: CheckFreq (2021), Sec. 4.3; we differ in measuring tiers apart from captures, and in paying back earlier cost.
 """
 
 from __future__ import annotations
@@ -123,14 +120,9 @@ class Costs(NamedTuple):
 
 
 def next_gap(gap: int, costs: Costs, *, period: int, share: float, most: float) -> int:
-    """Return the least steps between starts of windows from now on; 0 for no limit.
+    """Return the least steps between starts of windows from now on, `gap` so far; 0 for no limit.
 
-    Args:
-        gap: the limit so far; grows by a bounded factor, since a few windows' cost may be chance.
-        costs: agreed on by all ranks.
-        period: steps between starts of windows without a limit.
-        share: share of training's time that windows may cost.
-        most: most seconds between starts of windows.
+    Windows may cost a `share` of training's time, and start every `period` steps without a limit, `most` seconds apart at most.
     """
     steps = min(_earned(costs.window, costs.owed, share) / costs.step, _FACTOR_AT_ONCE * max(gap, period))
     if not costs.known:
@@ -143,11 +135,7 @@ def next_gap(gap: int, costs: Costs, *, period: int, share: float, most: float) 
 def next_rest(costs: Costs, tier: int, *, share: float, most: float) -> float:
     """Return the seconds that a tier rests after each generation from now on.
 
-    Args:
-        costs: agreed on by all ranks.
-        tier: index of the tier in `costs.tiers`.
-        share: share of training's time that the tier may cost.
-        most: most seconds from one generation's start to the next.
+    The tier may cost a `share` of training's time, and generations start at most `most` seconds apart.
     """
     cost, busy = costs.tiers[tier]
     rest = _earned(cost, costs.owed, share) - busy
@@ -302,12 +290,7 @@ class MeasuredSteps:
         self._kind = max(kind, self._kind)
 
     def stepped(self, hooks: float | None, validated: float = 0.0) -> None:
-        """Note that a step has ended.
-
-        Args:
-            hooks: seconds in hooks so far; `None` in a replay, whose steps are not comparable.
-            validated: seconds of validation so far.
-        """
+        """Note that a step has ended, with the seconds in `hooks` and of validation so far; `None` in a replay."""
         now, touched = self._clock(), 0
         last, self._last = self._last, None if hooks is None else (now, hooks, validated)
         for index, tier in enumerate(self.tiers):
@@ -414,8 +397,7 @@ class Governor:
         at_least: most time from one generation of a tier to the next.
         bound: see `Policy.bound`.
         speaks: whether to log decisions here.
-        least_seconds: seconds of training before the first decision.
-        least_steps: steps of training before the first decision.
+        least_seconds, least_steps: seconds and steps of training before the first decision.
         clock: returns seconds.
     """
 
@@ -453,19 +435,17 @@ class Governor:
         now, since = self._clock(), -math.inf
         for tier in self.measured.tiers:
             if tier.worker is worker:
-                if now < tier.rested:
-                    return 0
-                since = now if tier.busy else tier.idle_since
-        return 1 + int(min((now - since) * _PPM, _FOREVER))
+                since = max(tier.rested, now if tier.busy else tier.idle_since)
+        return max(0, 1 + int(min((now - since) * _PPM, _FOREVER)))
 
     def waited(self, worker: Paced, seconds: float) -> None:
-        """Note that training waited here for a tier: it rests on all ranks until that is within the part for tiers."""
+        """Note that training waited here for a tier, which rests on all ranks until the part for tiers has earned the wait."""
         for tier in self.measured.tiers:
             if tier.worker is worker:
                 self.measured.hooks -= seconds
                 tier.seconds += seconds
                 rest = seconds / (_LEAST_PART * (self._target or _PRESUMED_SHARE))
-                tier.rested = self._clock() + min(rest, self._at_least)
+                tier.rested = self._clock() + min(rest, self._at_least - self.rest_seconds[worker.name])
 
     def may_work(self, name: str, idle_for: int) -> bool:
         """Return whether a tier may take a generation that has been `idle_for` microseconds on every rank."""
@@ -483,11 +463,8 @@ class Governor:
             rest_seconds=dict(self.rest_seconds),
             start_seconds=start_seconds,
             end_seconds=end_seconds,
-            advice=self._advice(),
+            advice=self.measured.advice(self._bound, self._period, self._target or 1.0) if self._decided else "",
         )
-
-    def _advice(self) -> str:
-        return self.measured.advice(self._bound, self._period, self._target or 1.0) if self._decided else ""
 
     def vote(self, period_steps: int) -> PacingVote | None:
         """Return this rank's vote, all zeros unless a decision is due; `None` without a target.
@@ -528,7 +505,11 @@ class Governor:
         for_captures = allowed * (1 - _LEAST_PART) if costly else allowed
         before = max(self.gap_steps, self._period)
         if self._bound:
-            if self._speaks and (advice := self._advice()) and "bound" not in self._said:
+            if (
+                self._speaks
+                and (advice := self.measured.advice(self._bound, self._period, target))
+                and "bound" not in self._said
+            ):
                 self._said["bound"] = 1.0
                 log.warning("%s. It is kept to, and tiers rest longer", advice)
             if costs.base + costs.window / before > for_captures * costs.step:
