@@ -358,7 +358,13 @@ def test_the_rest_of_a_new_decision_holds_for_the_window_at_hand() -> None:
 @pytest.mark.parametrize("base", [0.0, 0.004, 0.0095, 0.0098, 0.03])
 def test_the_number_that_is_said_meets_the_target_with_hooks_of_quiet_steps(base: float, window: float) -> None:
     """Where these alone cost as much as the target, the line says that no number would."""
-    period, options = 2, {"target": 0.01, "noise": 0.0, "hooks": base * STEP / (1 - base), "capture": window * STEP}
+    period = 2
+    options: dict[str, Any] = {
+        "target": 0.01,
+        "noise": 0.0,
+        "hooks": base * STEP / (1 - base),
+        "capture": window * STEP,
+    }
     rank = Rank(bound=f"every_n_steps={period}", **options)
     train([rank], 400, window=period, taken=1)
     said = advice(rank)
