@@ -137,9 +137,8 @@ def _of_copies(trainer: Trainer) -> Iterator[str]:
     known = averaging_callbacks(trainer)
     for callback in callbacks_of(trainer):
         kept = [name for name, value in vars(callback).items() if _has_weights(value)]
-        if (
-            kept and callback not in known and is_library(type(callback))
-        ):  # weights of the user's callbacks are restored, or named
+        # weights of the user's callbacks are restored, or named
+        if kept and callback not in known and is_library(type(callback)):
             yield f"callback `{type(callback).__qualname__}` keeps weights in {kept}, which no checkpoint holds"
 
 

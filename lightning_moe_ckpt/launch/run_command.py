@@ -278,9 +278,7 @@ def _rendezvous(given: set[str]) -> list[str]:
 
 
 def _imports(command: Sequence[str], module: bool) -> tuple[str, ...]:
-    return (
-        sys.executable, "-u", "-m", "lightning_moe_ckpt.launch._spares", *(["-m"] if module else []), *command
-    )  # fmt: skip
+    return sys.executable, "-u", "-m", "lightning_moe_ckpt.launch._spares", *(["-m"] if module else []), *command
 
 
 def _say(sentence: str) -> None:

@@ -362,10 +362,8 @@ class CaptureSession:
         step, window, ended = self.sealing.complete(wait=wait), self.window, self._ended
         if window is not None and step == window.generation.step:
             self._finish(window)
-        elif (
-            ended is not None and not ended.is_settled
-        ):  # one step after its last boundary: a restart goes back no further
-            ended.is_settled = True
+        elif ended is not None and not ended.is_settled:
+            ended.is_settled = True  # one step after its last boundary: a restart goes back no further
             with self._stalls.measure("flush"):
                 self._tiers.settle(FLUSH_TIMEOUT.total_seconds())
 
@@ -383,6 +381,11 @@ class CaptureSession:
         if self.window is not None:
             self._tiers.withdraw(self.window)
             self._drop(self.window)
+
+    def agree_on_last(self) -> None:
+        """Tell all ranks whether the newest window is spoiled here, so that none waits for its generation. Collective."""
+        own = self._ended is not None and self._ended.spoiled
+        self._close_last_window([rank for rank, vote in enumerate(self._exchange.gather([int(own)])) if vote[0]])
 
     def close(self) -> None:
         """End all writes to the ring. A boundary that a failed step left unsealed goes to the tiers."""
@@ -438,9 +441,8 @@ class CaptureSession:
     def _begin_in_chain(self, window: Window, chain: Chain, *, disturbed: bool) -> None:
         """Tell tiers of the window, a difference if it still can be. On all ranks."""
         same = chain.recorder.sealed()
-        if (
-            window.is_link and disturbed
-        ):  # changes may have left no trace, as after a validation; all ranks know of that
+        # changes may have left no trace, as after a validation; all ranks know of that
+        if window.is_link and disturbed:
             self._take_whole(window, chain)
         self._tiers.open(window)
         if window.spoiled:

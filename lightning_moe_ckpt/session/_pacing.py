@@ -7,23 +7,20 @@ made: the next window starts later, and tiers rest for some steps. A run with a 
 window and each tier's first generation are measured before there is a second. Where no step beside such a generation
 could be compared, a part of its time counts as its cost.
 
-Every rank keeps an account: seconds that checkpoints have cost since the first step, and seconds that they may have
-cost. A window has a mean cost in seconds, so the next window begins when training has earned that cost. While the
-account is overdrawn, as after the first steps, training earns up to three times as much first. So the whole run's share
-comes to the target, whatever was spent before the first measurement.
+Every rank keeps an account: seconds that checkpoints have cost since the first step, and may have cost. A window has a
+mean cost in seconds, so the next begins when training has earned that cost, and up to three times as much while the
+account is overdrawn, as after the first steps. So the whole run's share comes to the target.
 
 Captures come first, since most restarts need the newest generation in memory: windows are as close to each other as the
 target allows. The rest of the target is for tiers, which rest between generations accordingly, but never longer than a
 given time. A quarter of the target belongs to tiers whatever captures cost.
 
 Steps between windows that a user has given are a *bound*, kept whatever it costs: only tiers rest, and the number that
-would meet the target is said. Where windows leave no quiet steps, tiers are compared with steps of captures alone, and
-captures cost what hooks take.
+would meet the target is said. A tier for which training waited rests at once. Where windows leave no quiet steps, tiers
+are compared with steps of captures alone, and captures cost what hooks take. The exchange that opens a window carries
+each rank's measurements, and the largest decide.
 
-The exchange that opens a window carries each rank's measurements, and the largest decide, so ranks have equal windows.
-
-Source: CheckFreq (2021), Sec. 4.3, which also adapts a period to a target; we differ in measuring tiers apart from
-captures, and in paying back earlier cost.
+Source: CheckFreq (2021), Sec. 4.3; we differ in measuring tiers apart from captures, and in paying back earlier cost.
 """
 
 from __future__ import annotations
@@ -123,14 +120,9 @@ class Costs(NamedTuple):
 
 
 def next_gap(gap: int, costs: Costs, *, period: int, share: float, most: float) -> int:
-    """Return the least steps between starts of windows from now on; 0 for no limit.
+    """Return the least steps between starts of windows from now on, `gap` so far; 0 for no limit.
 
-    Args:
-        gap: the limit so far; grows by a bounded factor, since a few windows' cost may be chance.
-        costs: agreed on by all ranks.
-        period: steps between starts of windows without a limit.
-        share: share of training's time that windows may cost.
-        most: most seconds between starts of windows.
+    Windows may cost a `share` of training's time, and start every `period` steps without a limit, `most` seconds apart at most.
     """
     steps = min(_earned(costs.window, costs.owed, share) / costs.step, _FACTOR_AT_ONCE * max(gap, period))
     if not costs.known:
@@ -143,11 +135,7 @@ def next_gap(gap: int, costs: Costs, *, period: int, share: float, most: float) 
 def next_rest(costs: Costs, tier: int, *, share: float, most: float) -> float:
     """Return the seconds that a tier rests after each generation from now on.
 
-    Args:
-        costs: agreed on by all ranks.
-        tier: index of the tier in `costs.tiers`.
-        share: share of training's time that the tier may cost.
-        most: most seconds from one generation's start to the next.
+    The tier may cost a `share` of training's time, and generations start at most `most` seconds apart.
     """
     cost, busy = costs.tiers[tier]
     rest = _earned(cost, costs.owed, share) - busy
@@ -221,7 +209,8 @@ class _TierCost:
         self.worker = worker
         self.busy, self._complete = False, 0
         self.idle_since = -math.inf
-        """Time of the newest end of work, in seconds of the clock."""
+        self.rested = -math.inf
+        """Time of the newest end of work, and of the rest after training waited, in seconds of the clock."""
         self._steps, self._lasted = 0, deque[int](maxlen=16)
         """Steps with work since the newest completed generation, and in each of the newest generations."""
         self.longer, self.seconds = _Samples(), 0.0
@@ -292,7 +281,7 @@ class MeasuredSteps:
         """Seconds outside of hooks in quiet steps, and in steps with captures alone; seconds in hooks of quiet steps."""
         self._waiting: deque[tuple[bool, int, float]] = deque(maxlen=_WAITING_STEPS)
         """Steps to be compared: whether captures worked, bits of the tiers at work, and seconds outside of hooks."""
-        self.steps, self.seconds, self._hooks, self.window_nbytes = 0, 0.0, 0.0, 0
+        self.steps, self.seconds, self.hooks, self.window_nbytes = 0, 0.0, 0.0, 0
         self._marks: list[tuple[float, float]] = [(0.0, 0.0)]
         """Past states of the account: seconds of training, and seconds that checkpoints had cost."""
 
@@ -301,12 +290,7 @@ class MeasuredSteps:
         self._kind = max(kind, self._kind)
 
     def stepped(self, hooks: float | None, validated: float = 0.0) -> None:
-        """Note that a step has ended.
-
-        Args:
-            hooks: seconds in hooks so far; `None` in a replay, whose steps are not comparable.
-            validated: seconds of validation so far.
-        """
+        """Note that a step has ended, with the seconds in `hooks` and of validation so far; `None` in a replay."""
         now, touched = self._clock(), 0
         last, self._last = self._last, None if hooks is None else (now, hooks, validated)
         for index, tier in enumerate(self.tiers):
@@ -320,7 +304,7 @@ class MeasuredSteps:
         if last is None or hooks is None:
             return
         total, in_hooks = now - last[0], hooks - last[1]
-        self.steps, self.seconds, self._hooks = self.steps + 1, self.seconds + total, self._hooks + in_hooks
+        self.steps, self.seconds, self.hooks = self.steps + 1, self.seconds + total, self.hooks + in_hooks
         if self.steps <= _WARM_UP_STEPS or kind is StepKind.UNUSUAL:
             return
         (self.captures.hooks if captured else self._base).append(in_hooks)
@@ -373,7 +357,7 @@ class MeasuredSteps:
 
     @property
     def _cost(self) -> float:
-        return self._hooks + max(0.0, self.captures.seconds) + sum(max(0.0, tier.seconds) for tier in self.tiers)
+        return self.hooks + max(0.0, self.captures.seconds) + sum(max(0.0, tier.seconds) for tier in self.tiers)
 
     def shares(self) -> tuple[float, dict[str, float], float]:
         """Return the shares of hooks, of tiers, and of all in the second half of training, as in `Overhead`."""
@@ -381,7 +365,20 @@ class MeasuredSteps:
         past = next(mark for mark in reversed(self._marks) if mark[0] <= self.seconds / 2)
         tiers = {"host": self.captures.seconds, **{tier.worker.name: tier.seconds for tier in self.tiers}}
         recent = max(0.0, cost - past[1]) / ((self.seconds - past[0]) or 1.0)
-        return self._hooks / seconds, {name: max(0.0, each) / seconds for name, each in tiers.items()}, recent
+        return self.hooks / seconds, {name: max(0.0, each) / seconds for name, each in tiers.items()}, recent
+
+    def advice(self, bound: str, period: int, target: float) -> str:
+        """Return what a `bound` of `period` steps costs beyond the target, and what would not; else an empty text."""
+        cost = self.hooks + max(0.0, self.captures.seconds)
+        if not bound or cost <= target * self.seconds:
+            return ""
+        told = f"{bound} costs {cost / self.seconds:.1%} of training's time; the target is {target:.1%}"
+        base, rest = self._base.mean() * self.steps, self.seconds - self._cost
+        room = target / (1 - target) * rest - base  # seconds for windows within the target, less a part for tiers
+        room *= 1 - _LEAST_PART * any(tier.seconds > 0 for tier in self.tiers)
+        if room <= 0:
+            return f"{told}; no number would meet it: hooks of steps without copies cost {base / (base + rest):.1%}"
+        return f"{told}; every_n_steps={max(period + 1, math.ceil(period * (cost - base) / room))} would meet it"
 
     def mark(self) -> None:
         """Remember the account's state; drop every second past state when there are too many."""
@@ -400,8 +397,7 @@ class Governor:
         at_least: most time from one generation of a tier to the next.
         bound: see `Policy.bound`.
         speaks: whether to log decisions here.
-        least_seconds: seconds of training before the first decision.
-        least_steps: steps of training before the first decision.
+        least_seconds, least_steps: seconds and steps of training before the first decision.
         clock: returns seconds.
     """
 
@@ -430,17 +426,26 @@ class Governor:
         self._asked = False
         """Whether the votes under way carry costs."""
         self._said: dict[str, float] = {}
-        self._bound, self._advice = bound, ""
+        self._bound = bound
 
     def idle_for(self, worker: Paced) -> int:
-        """Return the microseconds for which a tier has been idle here, at least 1; 0 while at work."""
+        """Return the microseconds for which a tier has been idle here, at least 1; 0 while at work, or in a rest after a wait."""
         if not worker.idle:
             return 0
         now, since = self._clock(), -math.inf
         for tier in self.measured.tiers:
             if tier.worker is worker:
-                since = now if tier.busy else tier.idle_since
-        return 1 + int(min((now - since) * _PPM, _FOREVER))
+                since = max(tier.rested, now if tier.busy else tier.idle_since)
+        return max(0, 1 + int(min((now - since) * _PPM, _FOREVER)))
+
+    def waited(self, worker: Paced, seconds: float) -> None:
+        """Note that training waited here for a tier, which rests on all ranks until the part for tiers has earned the wait."""
+        for tier in self.measured.tiers:
+            if tier.worker is worker:
+                self.measured.hooks -= seconds
+                tier.seconds += seconds
+                rest = seconds / (_LEAST_PART * (self._target or _PRESUMED_SHARE))
+                tier.rested = self._clock() + min(rest, self._at_least - self.rest_seconds[worker.name])
 
     def may_work(self, name: str, idle_for: int) -> bool:
         """Return whether a tier may take a generation that has been `idle_for` microseconds on every rank."""
@@ -458,7 +463,7 @@ class Governor:
             rest_seconds=dict(self.rest_seconds),
             start_seconds=start_seconds,
             end_seconds=end_seconds,
-            advice=self._advice,
+            advice=self.measured.advice(self._bound, self._period, self._target or 1.0) if self._decided else "",
         )
 
     def vote(self, period_steps: int) -> PacingVote | None:
@@ -500,7 +505,15 @@ class Governor:
         for_captures = allowed * (1 - _LEAST_PART) if costly else allowed
         before = max(self.gap_steps, self._period)
         if self._bound:
-            costs = self._keep_to_bound(costs, target, for_captures)
+            if (
+                self._speaks
+                and (advice := self.measured.advice(self._bound, self._period, target))
+                and "bound" not in self._said
+            ):
+                self._said["bound"] = 1.0
+                log.warning("%s. It is kept to, and tiers rest longer", advice)
+            if costs.base + costs.window / before > for_captures * costs.step:
+                costs = costs._replace(owed=0.0)  # never paid back: tiers would rest for it for good
         else:
             most = self._at_least
             self.gap_steps = next_gap(self.gap_steps, costs, period=self._period, share=for_captures, most=most)
@@ -522,20 +535,6 @@ class Governor:
                     "a generation in %s costs %.2f s of training (overhead_target=%g): it now rests for %.1f s after each",
                     *(name, cost, target, rest),
                 )
-
-    def _keep_to_bound(self, costs: Costs, target: float, share: float) -> Costs:
-        """Say what the bound costs beyond the target, and what would not; return the costs by which tiers rest."""
-        cost = (costs.base + costs.window / self._period) / costs.step
-        met = max(self._period + 1, math.ceil(costs.window / (share * costs.step)))
-        self._advice = ""
-        if cost > target:
-            told = f"{self._bound} costs {cost:.1%} of a step; the target is {target:.1%}"
-            self._advice = f"{told}; every_n_steps={met} would meet it"
-            if self._speaks and "bound" not in self._said:
-                self._said["bound"] = cost
-                log.warning("%s. It is kept to, and tiers rest longer", self._advice)
-        # What captures owe is never paid back, and tiers would rest for it for good.
-        return costs._replace(owed=0.0) if cost > share else costs
 
     def _is_news(self, what: str, now: float, first: float) -> bool:
         """Return whether a value has changed by more than a factor of two since it was logged."""

@@ -311,6 +311,7 @@ class CheckpointSession:
         """
         run, exchange, began = self._run, self.job.exchange, time.perf_counter()
         run.capture.abort_window()
+        run.capture.agree_on_last()
         drained = exchange.all_agree(run.storage.drain(timeout))
         run.capture.hear()  # the generation at hand names copies of the newest that storage has
         # In the middle of the next step, storage may have this generation already: never replace its files.

@@ -279,13 +279,15 @@ class Tiers:
                 worker.drain(timeout)
 
     def drain(self, timeout: float) -> None:
-        """Wait for all tiers, at most `timeout` seconds per tier, and warn of a wait of over a second, the first time."""
+        """Wait for all tiers, which rest for it, at most `timeout` seconds per tier; warn of the first wait of over a second."""
         began, busy = time.perf_counter(), ", ".join(self.busy)
         for worker in self.workers:
+            since = time.perf_counter()
             worker.drain(timeout)
+            self.governor.waited(worker, time.perf_counter() - since)
         if (waited := time.perf_counter() - began) > 1.0 and not self._has_waited:
             self._has_waited = True
-            what = "which reads memory that a generation was due in. Give `memory_generations=3`, or more steps between two"
+            what = "which reads memory that a generation was due in, and now rests. Give `memory_generations=3`, or more steps between two"
             log.warning("training waited %.1f s for %s, %s", waited, busy, what)
 
     # -- all workers

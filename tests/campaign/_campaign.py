@@ -39,7 +39,8 @@ HARMLESS = (
     "these settings differ from those of the stored run:",  # `changed_settings` has which
     ": nothing to train, since",
     "training ends in the middle of an accumulation",  # so does the fault-free run
-    "would meet it. It is kept to, and tiers rest longer",
+    ". It is kept to, and tiers rest longer",
+    "by a forward or backward pass, while they were copied; from here on it waits for copies",  # as drawn hooks do
     "was not known to be kept from step to step",  # it costs the windows in which a gradient is first kept, as it says
 )
 """Storage of a busy machine lets generations pass it by, which memory has; a drawn run may be short, and its callbacks may

@@ -311,11 +311,12 @@ def test_a_number_of_steps_is_kept_and_one_that_would_cost_less_is_said_once(
     assert len(said) == 1, said
     assert said[0].startswith(f"{bound} costs ")
     found = re.fullmatch(
-        rf"{bound} costs (.*)% of a step; the target is 3.0%; every_n_steps=(\d+) would meet it", advice(rank)
+        rf"{bound} costs (.*)% of training's time; the target is 3.0%; every_n_steps=(\d+) would meet it", advice(rank)
     )
     assert found is not None, advice(rank)
-    assert float(found[1]) == pytest.approx(10 / period, abs=0.6)
-    assert f"; {found[0]}" in str(rank.governor.overhead(start_seconds=0.0, end_seconds=0.0))
+    overhead = rank.governor.overhead(start_seconds=0.0, end_seconds=0.0)
+    assert f"; {found[0]}" in str(overhead)
+    assert float(found[1]) == pytest.approx(100 * (overhead.hooks + overhead.tiers["host"]), abs=0.06), "one figure"
     steps = int(found[2])
     assert 3 < steps <= 5
     other = Rank(bound=f"every_n_steps={steps}", hooks=0.0001, capture=0.1 * STEP)
@@ -351,3 +352,53 @@ def test_the_rest_of_a_new_decision_holds_for_the_window_at_hand() -> None:
     train([rank], 4000, window=8)
     apart = [after - before for before, after in itertools.pairwise(rank.begun[4:])]
     assert min(apart) > 0.7 * 4 * STEP * 0.5 / 0.03
+
+
+@pytest.mark.parametrize("window", [0.002, 0.02, 0.2])
+@pytest.mark.parametrize("base", [0.0, 0.004, 0.0095, 0.0098, 0.03])
+def test_the_number_that_is_said_meets_the_target_with_hooks_of_quiet_steps(base: float, window: float) -> None:
+    """Where these alone cost as much as the target, the line says that no number would."""
+    period = 2
+    options: dict[str, Any] = {
+        "target": 0.01,
+        "noise": 0.0,
+        "hooks": base * STEP / (1 - base),
+        "capture": window * STEP,
+    }
+    rank = Rank(bound=f"every_n_steps={period}", **options)
+    train([rank], 400, window=period, taken=1)
+    said = advice(rank)
+    if base > 0.01:
+        assert said.endswith(f"no number would meet it: hooks of steps without copies cost {base:.1%}"), said
+    elif base + window / period < 0.0095:
+        assert said == ""
+    elif found := re.search(r"every_n_steps=(\d+) would meet it", said):
+        steps = int(found[1])
+        other, short = Rank(bound="every_n_steps", **options), Rank(bound="every_n_steps", **options)
+        assert train([other], 8 * steps, window=steps, taken=1)[0] <= 0.01 + 1e-6, said
+        shorter = max(period, int(steps * 0.9) - 1)
+        assert train([short], 8 * shorter, window=shorter, taken=1)[0] > 0.01, "no larger than need be"
+    else:
+        assert sum(rank.costs) / sum(rank.seconds) < 0.0101, said
+
+
+def test_a_tier_that_training_waited_for_rests_at_once_on_all_ranks_and_bears_the_cost() -> None:
+    """Also before the first decision, and without a target; not for longer than `storage_at_least`."""
+    for target, seconds, rest in ((0.03, 0.3, 40.0), (0.03, 30.0, 600.0), (None, 0.5, 8.0)):
+        rank = Rank(target=target, bound="every_n_steps=1")
+        host, storage = rank.tiers
+        train([rank], 10)
+        before = rank.governor.overhead(start_seconds=0.0, end_seconds=0.0)
+        rank.in_hooks, rank.now = rank.in_hooks + seconds, rank.now + seconds
+        rank.governor.waited(storage, seconds)
+        rank.governor.waited(host, 0.0)
+        rank.governor.measured.stepped(rank.in_hooks)
+        after = rank.governor.overhead(start_seconds=0.0, end_seconds=0.0)
+        assert after.tiers["storage"] == pytest.approx(seconds / rank.governor.measured.seconds)
+        assert after.hooks <= before.hooks + 0.01
+        assert rank.governor.idle_for(storage) == 0
+        assert rank.governor.idle_for(host) > 0
+        rank.now += rest - 0.1
+        assert rank.governor.idle_for(storage) == 0
+        rank.now += 0.2
+        assert rank.governor.may_work("storage", rank.governor.idle_for(storage))

@@ -294,9 +294,8 @@ class _FolderLog(LoggedOnce):
 
     @override
     def take(self) -> dict[str, Any]:
-        if (
-            self._unsaved
-        ):  # by a callback that gives rows to the logger itself; a run that goes on from here will not again
+        # by a callback that gives rows to the logger itself; a run that goes on from here will not again
+        if self._unsaved:
             self._logger.save()
         return {"version": self._logger.version, "step": self.newest["step"], "keys": dict(self.newest["keys"])}
 
