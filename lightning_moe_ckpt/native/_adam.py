@@ -256,9 +256,9 @@ def _pack(step: AdamStep, begin: int) -> _Step:
         packed.kind, packed.values, packed.scale = _INT8, gradient.values.data_ptr(), gradient.scale.data_ptr()
     elif isinstance(gradient, SparseGradient):
         part = gradient.parts[begin // gradient.parts[0].numel]
-        packed.kind, packed.values = _SPARSE, part.values.data_ptr()
-        packed.tiles = part.tiles.data_ptr()
-        packed.indices = part.indices.data_ptr() or packed.tiles  # an empty tensor has no address
+        packed.kind, packed.tiles = _SPARSE, part.tiles.data_ptr()
+        packed.values = part.values.data_ptr() or packed.tiles  # where nothing is kept, any address that is not null
+        packed.indices = part.indices.data_ptr() or packed.tiles
     else:
         packed.kind = DTYPE_CODES[gradient.dtype]
         packed.values = gradient.data_ptr() + begin * gradient.element_size()

@@ -7,7 +7,7 @@ Filling backwards in the given order, each slot as full as it goes, needs the fe
 order: let greedy have packed A more than another plan after k slots. To catch up the other plan must pack A in FULL,
 which greedy has paid for in COMPUTE only, and COMPUTE <= FULL. So greedy is never behind. Algorithm 1 keeps the order;
 where its plan keeps the budget, greedy has no more slots. Plans that break the order are tried only if that can save a
-slot. Where these may not be the best, and operators are up to 19, or more with equal sizes, `_pack_exactly` looks at all plans.
+slot. Where these may not be the best, and operators are up to 17, or more with equal sizes, `_pack_exactly` looks at all plans.
 
 A slot goes over the budget only if COMPUTE of all operators does, if the window would exceed `max_window`, or if an
 operator is too large for the bytes that COMPUTE leaves (see `split_nbytes`). It is always slot 0.
@@ -44,8 +44,8 @@ from lightning_moe_ckpt.policies._popularity import Order
 
 PlannerName = Literal["packed", "algorithm1"]
 OverBudget = Literal["stall", "dense"]
-_MOST_STATES, _MOST_IN_SEARCH, _MOST_ITEMS = 2**19, 2**12, 99
-"""Bounds of exact plans: states for a budget (a second), states for each budget tried, and operators; ranks share no clock."""
+_MOST_STATES, _MOST_IN_SEARCH, _MOST_ITEMS = 2**17, 2**12, 99
+"""Bounds of exact plans: states for a budget (at most a second on a busy machine), states for each budget tried, and operators; ranks share no clock."""
 Counts = Tensor | Sequence[float]
 Ints = npt.NDArray[np.int64]
 Slots = list[Ints]
@@ -179,6 +179,7 @@ def pack(full_N: Ints, compute_N: Ints, budget: int, max_slots: int, most_states
     Returns:
         Slots; all keep the budget but possibly slot 0.
     """
+    max_slots = min(max_slots, len(full_N))
     best = pack_in_order(full_N, compute_N, budget, max_slots)
     over, least = excess(best, full_N, compute_N, budget), fewest_slots(full_N, compute_N, budget)
     if not over and len(best) <= least:

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,7 +75,7 @@ class ChainRestore:
         self.supplied = Counter[Replica]()
         """Bytes read, by copy."""
 
-    def run(self) -> list[_Brought] | None:
+    def run(self, at_once: int = AT_ONCE) -> list[_Brought] | None:
         """Return this rank's states at `reached`; `None`, on all ranks, without a base. Collective."""
         last = self._last
         bases = self._transport.gather_values([base_step(links, last) for links in self._chains])
@@ -84,21 +85,29 @@ class ChainRestore:
             self.reasons.append(f"{', '.join(lacking) or 'ranks together'}: what it follows on is not all there")
             return None
         brought = self._bring([first])
-        if brought is None or self.reasons:
+        if brought is None or self.reached < first:
             return None
         states = [state for state, *_ in brought]
-        self.reached, seconds = first, 0.0
-        for steps in _portions(range(first + 1, last + 1)):
+        seconds, unfit = 0.0, list[tuple[int, str]]()
+        for steps in _portions(range(first + 1, last + 1), at_once):
             brought = self._bring(steps)
             if brought is None:
                 return None
             started = time.perf_counter()
-            for state, links in zip(states, brought, strict=True):
-                if links:
-                    fold(state.segment, state.layout, [each.difference for each in links])
+            try:
+                for state, links in zip(states, brought, strict=True):
+                    if links and not unfit:
+                        fold(state.segment, state.layout, [each.difference for each in links])
+            except Corrupt as error:  # the state is no more that of any step, and all ranks begin again
+                unfit = [(steps[0], str(error))]
             seconds += time.perf_counter() - started
-            if self.reasons:
+            if self.reached < steps[-1]:
                 break
+        if any(said := self._transport.gather_values(unfit)):
+            if at_once == 1:  # now it is known at which step
+                self._end(said)
+            self._last = self.reached
+            return self.run(1)
         log.info("%d differences were applied to the state of step %d in %.2f s", self.reached - first, first, seconds)
         return states
 
@@ -114,16 +123,22 @@ class ChainRestore:
         if not self._transfer.fill([each.assembly for each in flat if each.assembly is not None], ""):
             return None
         said = self._transport.gather_values([[each.step, why] for each in flat if (why := each.check())])
-        bad = [(step, f"rank {rank}: {why}") for rank, rows in enumerate(said) for step, why in rows]
-        end = min((step for step, _ in bad), default=steps[-1] + 1)
-        self.reasons += [
-            f"step {step} is bad, and what follows on it of no use: {why}" for step, why in bad if step == end
-        ]
-        self.reached = end - 1
-        good = [own[: end - steps[0]] for own in brought]
+        self.reached = steps[-1]
+        self._end(said)
+        good = [own[: self.reached + 1 - steps[0]] for own in brought]
         for each in (each for own in good for each in own):
             self.supplied += each.supplied
         return good
+
+    def _end(self, said: Sequence[Any]) -> None:
+        """End before the first bad step; each rank has said its bad steps, and why."""
+        bad = [(step, f"rank {rank}: {why}") for rank, rows in enumerate(said) for step, why in rows]
+        self.reached = min([self.reached, *(step - 1 for step, _ in bad)])
+        self.reasons += [
+            f"step {step} is bad, and what follows on it of no use: {why}"
+            for step, why in bad
+            if step == self.reached + 1
+        ]
 
 
 def restore_chain(attempt: RestoreAttempt, marker: RankMarker) -> tuple[Restored | None, list[str]]:
@@ -227,8 +242,8 @@ class _Brought:
         return Difference(self.segment, self.layout, self.journal)
 
 
-def _portions(steps: range) -> Iterator[range]:
-    return (steps[at : at + AT_ONCE] for at in range(0, len(steps), AT_ONCE))
+def _portions(steps: range, size: int = AT_ONCE) -> Iterator[range]:
+    return (steps[at : at + size] for at in range(0, len(steps), size))
 
 
 def full_state(marker: RankMarker, base: SegmentEntry, step: int) -> RankMarker:

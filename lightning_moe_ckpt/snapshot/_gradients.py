@@ -19,7 +19,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,6 +51,7 @@ from lightning_moe_ckpt.tiers import Gradients, PartGradient, StepSettings
 
 log = rank_logger(__name__)
 
+_Rounding = tuple[str, bool, bool]
 NOT_TRAINED = "the optimizer keeps nothing of it"
 
 
@@ -76,6 +77,8 @@ class _StepRecorder:
         self._view = view
         self._consumed: dict[str, _Consumed] = {}
         self._num_steps, self._edited = 0, False
+        self._judged: dict[str, _Rounding] = {}
+        """Options with which steps were found repeatable, by parameter."""
         self._watch(fqns)
         self._hook = view.schema.optimizer.register_step_post_hook(self._stepped)
         hooks = self._hook.hooks_dict_ref()
@@ -117,15 +120,21 @@ class _StepRecorder:
             return
         if bool(getattr(optimizer, "found_inf", None) or False):  # loss scaling tells a fused kernel to change nothing
             return
-        settings: dict[tuple[int, str], StepSettings] = {}
+        known: dict[tuple[int, torch.dtype, torch.device], tuple[StepSettings, _Rounding]] = {}
+        scaled = getattr(optimizer, "grad_scale", None) is not None
         for fqn, param in self._params.items():
             group = self._view.schema.adam_group(param)
             if param.grad is None or group is None:
                 continue
-            key = id(group), kernel_of(group, param) if self._repeats_kernels else ""
-            if key not in settings:
-                settings[key] = _settings(optimizer, group, key[1])
-            self._consumed[fqn] = _Consumed(param.grad, versions([param.grad])[0], settings[key])
+            key = id(group), param.dtype, param.device
+            if key not in known:
+                kernel, *_ = rounding = _rounding(group, param)
+                known[key] = _settings(optimizer, group, kernel if self._repeats_kernels else ""), rounding
+            settings, rounding = known[key]
+            # A fused kernel rounds the gradients that it unscales only after it has used them.
+            is_other = rounding != self._judged.get(fqn, rounding) or (scaled and param.dtype is torch.bfloat16)
+            self._edited = self._edited or is_other
+            self._consumed[fqn] = _Consumed(param.grad, versions([param.grad])[0], settings)
 
     def _now(self) -> list[int]:
         return versions(self._watched)
@@ -145,6 +154,8 @@ class DifferentialRecorder(_StepRecorder):
         self._compares_bytes = digests
         self._repeats_kernels = view.difference_dtype is torch.float32
         super().__init__(view, view.repeatable)
+        groups = {fqn: view.schema.adam_group(param) for fqn, param in self._params.items() if self._repeats_kernels}
+        self._judged = {fqn: _rounding(group, self._params[fqn]) for fqn, group in groups.items() if group is not None}
         self._feeds_back = error_feedback
         self._left_out: dict[str, Tensor] = {}
         """Remainders of compression since the last base, by shard."""
@@ -205,11 +216,7 @@ class DifferentialRecorder(_StepRecorder):
         known = Counter(self._steps.get(fqn) for fqn in self._params)
         numbered = {each: index for index, (each, _) in enumerate(known.most_common())}
         others = {fqn: index for fqn in self._params if (index := numbered[self._steps.get(fqn)])}
-        given = [
-            None if each is None else {key: value for key, value in asdict(each).items() if value != ""}
-            for each in numbered
-        ]
-        return {"settings": given, "others": others}
+        return {"settings": [None if each is None else each.described() for each in numbered], "others": others}
 
     def sealed(self) -> bool:
         """Return whether the state is still as the step left it; call when the boundary is sealed."""
@@ -373,10 +380,7 @@ def _why_not_repeatable(view: StateView, fqn: str, *, exact: bool) -> str:
         f"{type(optimizer).__name__} may round otherwise than torch's Adam and AdamW": type(optimizer)
         not in (Adam, AdamW),
         narrow: not (is_wide or param.dtype is torch.bfloat16),
-        "a learning rate that is a tensor, `capturable` and `differentiable` round otherwise": any(
-            isinstance(value, Tensor) for value in (group["lr"], *group["betas"])
-        )
-        or any(group[name] for name in ("capturable", "differentiable")),
+        "a learning rate that is a tensor, `capturable` and `differentiable` round otherwise": _is_odd(group),
         "Adam's weight decay rounds bfloat16 by the place in memory": not (
             is_wide or group["fused"] or _is_decoupled(optimizer, group)
         ),
@@ -402,6 +406,16 @@ def kernel_of(group: Mapping[str, Any], param: Tensor) -> str:
     form = "fused" if group["fused"] else "foreach" if foreach else "plain"
     plain = param.device.type == "cpu" and param.dtype is torch.float32 and form != "fused"
     return "" if plain else f"{param.device.type} {form}"
+
+
+def _is_odd(group: Mapping[str, Any]) -> bool:
+    tensors = any(isinstance(value, Tensor) for value in (group["lr"], *group["betas"]))
+    return tensors or bool(group["capturable"] or group["differentiable"])
+
+
+def _rounding(group: Mapping[str, Any], param: Tensor) -> _Rounding:
+    """Return the options by which a step is judged; with others it may round otherwise."""
+    return kernel_of(group, param), bool(group["foreach"]), _is_odd(group)
 
 
 def _is_decoupled(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
@@ -435,8 +449,9 @@ def why_no_deltas(view: StateView, *, every_n_steps: int, exact: bool) -> str | 
     if not kept:
         return f"{type(schema.optimizer).__name__} is not Adam or AdamW, or nothing is trained in float32"
     groups = [group for fqn in kept if (group := schema.adam_group(view.params[fqn])) is not None]
-    if exact and any(group["fused"] for group in groups):
-        return "an optimizer with fused=True rounds otherwise than its plain form, which is repeated"
+    foreach_differs = exact and not repeats("cpu plain", "cpu foreach", torch.float32)
+    if exact and any(group["fused"] or (group["foreach"] and foreach_differs) for group in groups):
+        return "an optimizer with fused=True or foreach=True rounds otherwise than its plain form, which is repeated"
     return None
 
 

@@ -79,7 +79,8 @@ def lay_out(record: PlanRecord, view: StateView, groups: ParallelGroups, journal
 def packed_layout(layout: StepLayout, packed: Mapping[str, int]) -> StepLayout:
     """Return the layout of a difference whose compressed gradients have so many bytes, by shard."""
     file = layout.durable
-    return StepLayout(FileLayout(file.shards, file.view, file.groups, file.segment.span(JOURNAL).nbytes, packed=packed))
+    packed_file = FileLayout(file.shards, file.view, file.groups, file.segment.span(JOURNAL).nbytes, packed=packed)
+    return StepLayout(packed_file, mirroring=layout.mirroring)
 
 
 def dense_layout(view: StateView, groups: ParallelGroups, journal_nbytes: int) -> WindowLayout:

@@ -448,15 +448,15 @@ class StepLayout:
         self.durable, self.view, self.groups = files[0], files[0].view, files[0].groups
         self.files_nbytes = self._stop = files[-1].stop
         """Bytes of all files."""
+        self.mirroring = Mirroring() if mirroring is None else mirroring
         self.mirrors: dict[int, FileLayout] = {}
         """Mirrors of other ranks' durable files, by rank."""
-        for owner, ranks in (Mirroring() if mirroring is None else mirroring).owners.items():
+        for owner, ranks in self.mirroring.owners.items():
             if (mirror := self.durable.mirror(owner, ranks, start=self._stop)) is not None:
                 self.mirrors[owner], self._stop = mirror, mirror.stop
-        among = frozenset[int]() if mirroring is None else mirroring.among
-        self.mirrored = self.durable.run(among)
+        self.mirrored = self.durable.run(self.mirroring.among)
         """Run of the durable file that holders of copies take from their own state."""
-        self.gradients = self._places_of_gradients(among)
+        self.gradients = self._places_of_gradients(self.mirroring.among)
         """Places for gradients of what is sent to holders of copies."""
 
     @property

@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,6 +61,10 @@ class StepSettings:
     maximize: bool
     kernel: str = ""
     """Kernel that repeats the step, see `AdamStep`."""
+
+    def described(self) -> dict[str, Any]:
+        """Return the settings as JSON values, without an empty `kernel`."""
+        return {key: value for key, value in asdict(self).items() if value != ""}
 
     def step(self, gradient: Tensor | CompressedGradient, number: int) -> AdamStep:
         """Return the arguments of step `number` with `gradient`."""

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from threading import Barrier
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +27,8 @@ from lightning_moe_ckpt.native import (
     unpack_gradient,
 )
 from lightning_moe_ckpt.native._gradient import SparseGradient
-from lightning_moe_ckpt.recovery import Difference, fold
+from lightning_moe_ckpt.recovery import Difference, _fold, fold
+from lightning_moe_ckpt.recovery._fold import ChainRestore
 from lightning_moe_ckpt.snapshot._gradients import kernel_of
 from lightning_moe_ckpt.tiers import StepSettings
 
@@ -150,6 +156,63 @@ def test_a_packed_gradient_of_zeros_is_applied(numel: int) -> None:
         replay_adam(state, [AdamStep(gradient=gradient, step=3, lr=0.1)])
     assert all(map(torch.equal, states[0].tensors(), states[1].tensors()))
     assert not states[0].exp_avg.equal(torch.ones(numel))
+
+
+class _Rank(ChainRestore):
+    """One of two ranks, whose records are all as they were written."""
+
+    def __init__(self, restores: list[_Rank], turn: Barrier, param: nn.Parameter, links: list[Difference]) -> None:
+        super().__init__(self, self, [{}], len(links))  # type: ignore[arg-type]
+        self._restores, self._turn, self._param, self._links = restores, turn, param, links
+        self.said: object = None
+
+    def gather_values(self, value: object) -> list[Any]:
+        self.said = value
+        self._turn.wait(10)
+        found = [each.said for each in self._restores]
+        self._turn.wait(10)
+        return found
+
+    def _bring(self, steps: Sequence[int]) -> Any:
+        self.gather_values([])
+        self.reached = steps[-1]
+        if steps[0]:
+            return [[SimpleNamespace(difference=self._links[step - 1]) for step in steps]]
+        segment, layout = laid_out(state_of(AdamW([self._param]), self._param, 0))
+        return [[SimpleNamespace(segment=segment, layout=layout)]]
+
+
+@pytest.mark.parametrize("bad", [1, 5, 10, 12])
+def test_ranks_agree_on_a_difference_that_does_not_fit(bad: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All digests are right, and one rank cannot apply it: all ranks end at the step before, none waits for ever."""
+    monkeypatch.setattr(_fold, "base_step", lambda *_: 0)
+    param, settings = nn.Parameter(torch.randn(NUMEL)), StepSettings(0.1, 0.9, 0.999, 1e-8, 0.0, True, False)
+    good = [difference(torch.randn(NUMEL), settings, number) for number in range(1, 13)]
+    other = [*good]
+    other[bad - 1] = Difference(good[bad - 1].segment, good[bad - 1].layout, {})
+    restores: list[_Rank] = []
+    turn = Barrier(2)
+    restores += [_Rank(restores, turn, param, links) for links in (good, other)]
+    with ThreadPoolExecutor(2) as threads:
+        states = [each[0] for each in threads.map(_Rank.run, restores) if each is not None]
+    memory_U8, layout = laid_out(state_of(AdamW([param]), param, 0))
+    if bad > 1:
+        fold(memory_U8, layout, good[: bad - 1])
+    for restore, state in zip(restores, states, strict=True):
+        assert restore.reached == bad - 1
+        assert [why[: len(f"step {bad} is bad")] for why in restore.reasons] == [f"step {bad} is bad"]
+        assert torch.equal(state.segment, memory_U8)
+
+
+@pytest.mark.parametrize("numel", [99_999, 100_000, 300_001])
+def test_a_step_of_zeros_is_repeated(numel: int) -> None:
+    """Weights decay, and moments go on, although nothing of the gradient is kept."""
+    compressed = compress_gradients([torch.zeros(numel)])[0]
+    states = []
+    for gradient in (unpack_gradient(pack_gradient(compressed), numel), torch.zeros(numel)):
+        states.append(AdamState(*(torch.ones(numel) for _ in range(3))))
+        replay_adam(states[-1], [AdamStep(gradient=gradient, step=2, lr=0.1, weight_decay=0.1)])
+    assert all(map(torch.equal, states[0].tensors(), states[1].tensors()))
 
 
 def test_gradients_that_earlier_builds_packed_are_read() -> None:

@@ -108,3 +108,31 @@ def test_gradients_of_several_steps_to_one_boundary_are_let_go() -> None:
     assert [each() for each in kept] == [None, None]
     assert not recorder.boundary()
     recorder.close()
+
+
+@pytest.mark.parametrize("change", ["none", "foreach", "fused", "capturable", "tensor", "scale"])
+def test_a_step_taken_otherwise_than_judged_is_no_difference(change: str) -> None:
+    """Options are judged once; a step with others is taken whole, since nobody knows how it rounds."""
+    view, _ = rank_of_world(0, 1, 1)
+    if change == "scale":
+        view.module.to(NARROW)
+    optimizer = view.schema.optimizer
+    (group,) = optimizer.param_groups
+    group["fused"], group["foreach"] = change == "scale", None
+    view.repeatable, view.difference_dtype = repeatable(view, exact=True)[0], WIDE
+    recorder = DifferentialRecorder(view)
+    changes = {"foreach": {"foreach": True}, "fused": {"fused": True}, "capturable": {"capturable": True}}
+    for number in range(2):
+        for param in view.params.values():
+            param.grad = torch.randn_like(param)
+        recorder.step_begins()
+        if number:
+            group.update(changes.get(change, {}))
+            group["lr"] = torch.tensor(0.1) if change == "tensor" else 0.1
+            if change == "scale":
+                optimizer.grad_scale = torch.tensor(3.0)  # type: ignore[attr-defined]
+        # No GPU: torch refuses to take this step here, which the hook does not know.
+        recorder._stepped(optimizer, (), {}) if change == "capturable" else optimizer.step()
+        assert recorder.boundary() == (not number or change == "none"), (number, change)
+        recorder.release()
+    recorder.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_moe_ckpt.errors import Corrupt
+from lightning_moe_ckpt.tiers import _delta
 from lightning_moe_ckpt.tiers._delta_plan import index_of
 from lightning_moe_ckpt.tiers._peer_wire import compress, decompress
 
@@ -240,3 +242,22 @@ def test_what_was_not_squeezed_is_refused_or_is_bytes(told: bytes, like: bytes) 
     """No other error, whatever comes."""
     with contextlib.suppress(Corrupt):
         assert isinstance(decompress(told, like, 2**20), bytes)
+
+
+@pytest.mark.parametrize("kernel", ["cpu plain", "cuda fused", "x", 1, None])
+def test_a_recipe_that_names_a_kernel_is_refused(kernel: object) -> None:
+    """Which of torch's kernels repeats a step is judged by the rank that takes it, never by a holder of copies."""
+    found = {
+        "lr": 0.1,
+        "beta1": 0.9,
+        "beta2": 0.999,
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "decoupled": True,
+        "maximize": False,
+    }
+    document = {"settings": [found], "dtype": "F32", "audit": False, "zeros": 0, "digest": None}
+    assert _delta._read(json.dumps(document).encode())[0][0].kernel == ""
+    found["kernel"] = kernel  # type: ignore[assignment]
+    with pytest.raises(Corrupt):
+        _delta._read(json.dumps(document).encode())
