@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -27,6 +28,7 @@ from lightning_moe_ckpt.fit._stops import Stops
 from lightning_moe_ckpt.fit.loaders._loaders import loads_again
 from lightning_moe_ckpt.fit.loggers._once import LogFolders
 from lightning_moe_ckpt.fit.loops import _taps, _trainer
+from lightning_moe_ckpt.fit.objects._memento import Memento
 from lightning_moe_ckpt.journal import HeldGenerator, capture_rng, restore_rng
 from lightning_moe_ckpt.operators import show_shards
 from lightning_moe_ckpt.policies import Policy
@@ -37,8 +39,8 @@ from lightning_moe_ckpt.tiers import SessionConfig
 
 log = rank_logger(__name__)
 
-_UNUSED = "not have been used in the graph"
-"""Text of `torch.autograd.grad`'s error for a parameter without a gradient that a module saw."""
+_LACKING = ("not have been used in the graph", "FrozenView", "__torch_dispatch__")
+"""Texts of errors: `torch.autograd.grad`'s for a parameter without a gradient, and a compiler's for a shadow."""
 
 
 class _Phase(Enum):
@@ -111,8 +113,8 @@ class FitSession:
         )
         self._phase, self._disturbed, self._told_to_stop = _Phase.UNTRAINED, False, False
         self._step, self._validation_began = trainer.global_step, time.perf_counter()
-        looked_at = module if policy.replays and self.session.job.omits == "unseen" else None
-        self._outcome = _taps.StepOutcome(trainer, getattr(trainer.strategy, "grad_norm", None), looked_at)
+        norm, hooks = getattr(trainer.strategy, "grad_norm", None), self.session.job.omits == "unseen"
+        self._outcome = _taps.StepOutcome(trainer, norm, module if policy.replays else None, hooks=hooks)
         self._undo = ExitStack()
         """Changes to the trainer that nothing else asks for, to be undone at the fit's end."""
         taps = _taps.FitLoopTaps(trainer, self, self._recorder, resting(trainer))
@@ -463,26 +465,29 @@ class FitSession:
 
     # -- private
 
-    def _training_step(self, step: Callable[[], Any]) -> Any:
+    def _training_step(self, step: Callable[[], Any], batch: Any) -> Any:
         """Run the user's step; in replay, run it once more with all gradients if it asks for an omitted gradient."""
         frozen = self.sessions.now.repeats.frozen
         if frozen is None or not frozen.leaves_out:
-            return step()
+            return self._outcome.ask(step)
+        held = Memento([batch, *self.generators()], apart=(torch.nn.Module,), most_nbytes=sys.maxsize)
         buffers = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
-        random = capture_rng()
+        random, put_back = capture_rng(), self.hold_attempt()
         try:
-            return step()
-        except RuntimeError as error:
-            if _UNUSED not in str(error):
+            return self._outcome.ask(step, frozen.lacks)
+        except Exception as error:
+            if not isinstance(error, _taps.LacksGradient) and not any(text in str(error) for text in _LACKING):
                 raise
             log.info("the step asks for gradients of frozen parts (%s): they are computed from here on", error)
         frozen.leave_nothing_out()
+        put_back()
+        held.restore()
         restore_rng(random)
         with torch.no_grad():
             for name, buffer in self._module.named_buffers():
                 if not torch.equal(buffer, buffers[name]):
                     buffer.copy_(buffers[name])
-        return step()
+        return self._outcome.ask(step)
 
     def _release_files(self) -> None:
         """Release held files once the next batch begins, not at replay's end: validation in between differs."""

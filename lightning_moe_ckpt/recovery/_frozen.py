@@ -78,6 +78,8 @@ class Frozen:
         self._off: list[nn.Parameter] = []
         """Parameters among these without a gradient."""
         self._hooks: list[RemovableHandle] = []
+        self._shown = set[int]()
+        """Identities of parameters with other tensors in their place."""
         self._dropped: list[tuple[nn.Parameter, Tensor]] = []
 
     def freeze(self, active: Collection[str], seen: Collection[str] | None = ()) -> None:
@@ -104,6 +106,7 @@ class Frozen:
                 continue
             for owner, name in self._owners[id(param)]:
                 shown[owner][name] = param, rows_E
+        self._shown = {id(param) for tensors in shown.values() for param, _ in tensors.values()}
         hooks = {owner: _showing(owner, tensors) for owner, tensors in shown.items()}
         self._hooks += chain.from_iterable(hooks.values())
         for encoder in self._encoders:
@@ -115,13 +118,17 @@ class Frozen:
         """Freeze nothing; parameters get the user's own `requires_grad` of the boundary."""
         for hook in self._hooks:
             hook.remove()
-        self._passive, self._off, self._hooks = [], [], []
+        self._passive, self._off, self._hooks, self._shown = [], [], [], set()
         self._as_user()
 
     @property
     def leaves_out(self) -> bool:
         """Whether gradients are left out."""
         return bool(self._off)
+
+    def lacks(self, param: Tensor) -> bool:
+        """Return whether gradients of a parameter, or of some of its rows, are left out."""
+        return id(param) in self._shown
 
     def leave_nothing_out(self) -> None:
         """Let all gradients be computed from here on; frozen parameters still take no step."""
@@ -217,7 +224,7 @@ class FrozenView(Tensor):
         with torch.enable_grad():
             alias = tensor.as_subclass(cls)
         alias.active_E = active_E if active_E is not None and active_E.any() else None
-        alias.whole, alias._is_param = tensor, isinstance(tensor, nn.Parameter)  # type: ignore[attr-defined]  # noqa: SLF001  # `isinstance` asks it
+        alias.whole, alias._is_param = tensor, isinstance(tensor, nn.Parameter)  # noqa: SLF001  # `isinstance` asks it
         return alias
 
     @classmethod
@@ -277,7 +284,7 @@ def _folded(func: Any, a: Any, b: Any, bias: Any = None) -> Tensor | None:
         return cast("Tensor", func(batch, view.whole, bias))
     if first or func is nn.functional.linear:
         matrix, batch = matrix.t(), batch.mT if first else batch
-    out = (batch.flatten(0, -2) @ matrix).view(*batch.shape[:-1], *matrix.shape[1:])
+    out: Tensor = (batch.flatten(0, -2) @ matrix).view(*batch.shape[:-1], *matrix.shape[1:])
     if first and matrix.ndim == 2:
         return out.mT.contiguous()
     return out if bias is None else out + bias.to(out.dtype)
