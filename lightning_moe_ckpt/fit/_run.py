@@ -29,7 +29,7 @@ from lightning_moe_ckpt.fit.loaders._loaders import loads_again
 from lightning_moe_ckpt.fit.loggers._once import LogFolders
 from lightning_moe_ckpt.fit.loops import _taps, _trainer
 from lightning_moe_ckpt.fit.objects._memento import Memento
-from lightning_moe_ckpt.journal import HeldGenerator, capture_rng, restore_rng
+from lightning_moe_ckpt.journal import HeldGenerator
 from lightning_moe_ckpt.operators import show_shards
 from lightning_moe_ckpt.policies import Policy
 from lightning_moe_ckpt.process import clocked
@@ -470,11 +470,14 @@ class FitSession:
         frozen = self.sessions.now.repeats.frozen
         if frozen is None or not frozen.leaves_out:
             return self._outcome.ask(step)
-        held = Memento([batch, *self.generators()], apart=(torch.nn.Module,), most_nbytes=sys.maxsize)
-        buffers = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
-        random, put_back = capture_rng(), self.hold_attempt()
+        roots, weights = [batch, *self.generators(), *self._module.buffers()], self._module.parameters()
+        held = Memento(roots, restored=weights, apart=(torch.nn.Module,), most_nbytes=sys.maxsize)
+        put_back, hooked = self.hold_attempt(), frozen.hooked()
         try:
-            return self._outcome.ask(step, frozen.lacks)
+            loss = self._outcome.ask(step, frozen.lacks)
+            if hooked == frozen.hooked():
+                return loss
+            log.info("the step puts hooks on frozen parameters: all gradients are computed from here on")
         except Exception as error:
             if not isinstance(error, _taps.LacksGradient) and not any(text in str(error) for text in _LACKING):
                 raise
@@ -482,11 +485,6 @@ class FitSession:
         frozen.leave_nothing_out()
         put_back()
         held.restore()
-        restore_rng(random)
-        with torch.no_grad():
-            for name, buffer in self._module.named_buffers():
-                if not torch.equal(buffer, buffers[name]):
-                    buffer.copy_(buffers[name])
         return self._outcome.ask(step)
 
     def _release_files(self) -> None:

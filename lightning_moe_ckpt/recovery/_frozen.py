@@ -78,8 +78,8 @@ class Frozen:
         self._off: list[nn.Parameter] = []
         """Parameters among these without a gradient."""
         self._hooks: list[RemovableHandle] = []
-        self._shown = set[int]()
-        """Identities of parameters with other tensors in their place."""
+        self._shown = dict[int, nn.Parameter]()
+        """Parameters with other tensors in their place, by identity."""
         self._dropped: list[tuple[nn.Parameter, Tensor]] = []
 
     def freeze(self, active: Collection[str], seen: Collection[str] | None = ()) -> None:
@@ -106,7 +106,7 @@ class Frozen:
                 continue
             for owner, name in self._owners[id(param)]:
                 shown[owner][name] = param, rows_E
-        self._shown = {id(param) for tensors in shown.values() for param, _ in tensors.values()}
+        self._shown = {id(param): param for tensors in shown.values() for param, _ in tensors.values()}
         hooks = {owner: _showing(owner, tensors) for owner, tensors in shown.items()}
         self._hooks += chain.from_iterable(hooks.values())
         for encoder in self._encoders:
@@ -118,7 +118,7 @@ class Frozen:
         """Freeze nothing; parameters get the user's own `requires_grad` of the boundary."""
         for hook in self._hooks:
             hook.remove()
-        self._passive, self._off, self._hooks, self._shown = [], [], [], set()
+        self._passive, self._off, self._hooks, self._shown = [], [], [], {}
         self._as_user()
 
     @property
@@ -129,6 +129,10 @@ class Frozen:
     def lacks(self, param: Tensor) -> bool:
         """Return whether gradients of a parameter, or of some of its rows, are left out."""
         return id(param) in self._shown
+
+    def hooked(self) -> set[int]:
+        """Return the identities of such parameters with a user's hook."""
+        return {key for key, param in self._shown.items() if _has_hooks(param)}
 
     def leave_nothing_out(self) -> None:
         """Let all gradients be computed from here on; frozen parameters still take no step."""
