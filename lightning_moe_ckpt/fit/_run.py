@@ -474,7 +474,7 @@ class FitSession:
         held = Memento(roots, restored=weights, apart=(torch.nn.Module,), most_nbytes=sys.maxsize)
         put_back, hooked = self.hold_attempt(), frozen.hooked()
         try:
-            loss = self._outcome.ask(step, frozen.lacks)
+            loss = self._outcome.ask(step, frozen.shown)
             if hooked == frozen.hooked():
                 return loss
             log.info("the step puts hooks on frozen parameters: all gradients are computed from here on")

@@ -78,7 +78,7 @@ class Frozen:
         self._off: list[nn.Parameter] = []
         """Parameters among these without a gradient."""
         self._hooks: list[RemovableHandle] = []
-        self._shown = dict[int, nn.Parameter]()
+        self.shown = dict[int, nn.Parameter]()
         """Parameters with other tensors in their place, by identity."""
         self._dropped: list[tuple[nn.Parameter, Tensor]] = []
 
@@ -106,19 +106,19 @@ class Frozen:
                 continue
             for owner, name in self._owners[id(param)]:
                 shown[owner][name] = param, rows_E
-        self._shown = {id(param): param for tensors in shown.values() for param, _ in tensors.values()}
+        self.shown = {id(param): param for tensors in shown.values() for param, _ in tensors.values()}
         hooks = {owner: _showing(owner, tensors) for owner, tensors in shown.items()}
         self._hooks += chain.from_iterable(hooks.values())
         for encoder in self._encoders:
             beneath = [hook for each in encoder.modules() for hook in hooks.get(each, ())]
-            self._hooks.append(encoder.register_forward_pre_hook(partial(_leave_whole, beneath)))
-            beneath.append(self._hooks[-1])
+            beneath.append(encoder.register_forward_pre_hook(partial(_leave_whole, beneath)))
+            self._hooks.append(beneath[-1])
 
     def thaw(self) -> None:
         """Freeze nothing; parameters get the user's own `requires_grad` of the boundary."""
         for hook in self._hooks:
             hook.remove()
-        self._passive, self._off, self._hooks, self._shown = [], [], [], {}
+        self._passive, self._off, self._hooks, self.shown = [], [], [], {}
         self._as_user()
 
     @property
@@ -126,13 +126,9 @@ class Frozen:
         """Whether gradients are left out."""
         return bool(self._off)
 
-    def lacks(self, param: Tensor) -> bool:
-        """Return whether gradients of a parameter, or of some of its rows, are left out."""
-        return id(param) in self._shown
-
     def hooked(self) -> set[int]:
-        """Return the identities of such parameters with a user's hook."""
-        return {key for key, param in self._shown.items() if _has_hooks(param)}
+        """Return the keys of `shown` for parameters with a user's hook."""
+        return {key for key, param in self.shown.items() if _has_hooks(param)}
 
     def leave_nothing_out(self) -> None:
         """Let all gradients be computed from here on; frozen parameters still take no step."""
@@ -242,11 +238,8 @@ class FrozenView(Tensor):
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # as torch's own documentation has it
             if plain or func not in _PRODUCTS:
                 out = func(*_plain(args), **_plain(kwargs))
-                return (
-                    _part(func, args, out)
-                    if not plain and func in _PARTS and args and isinstance(args[0], cls)
-                    else out
-                )
+                of_view = not plain and func in _PARTS and args and isinstance(args[0], cls)
+                return _part(func, args, out) if of_view else out
             if func in _FOLDS and len(args) < 2:  # by names
                 return func(*_plain(args), **_plain(kwargs))
             if func in _FOLDS and (out := _folded(func, *args, **kwargs)) is not None:

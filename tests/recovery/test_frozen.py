@@ -423,3 +423,30 @@ def test_torch_chooses_kernels_as_in_training(autocast: str) -> None:
         found.append((out.detach(), inputs.grad))
         frozen.thaw()
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+class _InParts(MoELayer):
+    """Works on its batch in parts: a stack has more than one use in each call."""
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([torch.bmm(each, self.w1) for each in x.chunk(2, 1)], 1)
+
+
+@pytest.mark.parametrize("autocast", ["", "bfloat16", "bfloat16, a cache"])
+def test_gradients_of_active_rows_add_up_in_the_order_of_training(autocast: str) -> None:
+    torch.manual_seed(0)
+    module, x = _InParts(16, 32, 4), torch.randn(4, 12, 16)
+    operators = discover(module, ep_size=1)
+    found = []
+    for active in (set(operators.names), {operators.names[1], operators.names[2]}):
+        frozen = Frozen(module, operators, as_user=lambda: None)
+        frozen.freeze(active)
+        module.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=bool(autocast), cache_enabled="cache" in autocast):
+            out = module(x) + module(x.flip(1) * 0.3).sin() + module(x * 0.7).cos()
+        out.float().square().mean().backward()
+        assert isinstance(module.w1.grad, Tensor)
+        found.append(module.w1.grad[1:3].clone())
+        frozen.thaw()
+    assert torch.equal(*found)

@@ -7,7 +7,7 @@ gradients are clipped. A tap is an instance attribute on one trainer's loops or 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -237,11 +237,11 @@ class SeenGradients(TorchFunctionMode):
         with self:
             return call(*args)
 
-    def ask(self, step: Callable[[], Any], lacks: Callable[[Tensor], bool]) -> Any:
+    def ask(self, step: Callable[[], Any], lacking: Collection[int]) -> Any:
         """Run a training step; note parameters for whose gradients it asks autograd.
 
         Raises:
-            LacksGradient: replay `lacks` such a gradient.
+            LacksGradient: the parameter is `lacking` it, by identity.
         """
         run: Any = vars(torch.autograd)[_BACKWARD]
 
@@ -249,7 +249,7 @@ class SeenGradients(TorchFunctionMode):
             outputs: Any, gradients: Any, retain: Any, create: Any, inputs: Sequence[Any], *more: Any, **kw: Any
         ) -> Any:
             self._found |= {self._names[id(each)] for each in inputs if id(each) in self._names}
-            if any(map(lacks, inputs)):
+            if any(id(each) in lacking for each in inputs):
                 raise LacksGradient
             return run(outputs, gradients, retain, create, inputs, *more, **kw)
 
@@ -351,9 +351,9 @@ class StepOutcome:
                 )
         return {"step": step, "epoch": epoch, **results}
 
-    def ask(self, step: Callable[[], Any], lacks: Callable[[Tensor], bool] = lambda _: False) -> Any:
+    def ask(self, step: Callable[[], Any], lacking: Collection[int] = ()) -> Any:
         """Run a training step as `SeenGradients.ask`."""
-        return step() if self._seen is None else self._seen.ask(step, lacks)
+        return step() if self._seen is None else self._seen.ask(step, lacking)
 
     def remove(self) -> None:
         """Restore the precision plugin's own methods."""
