@@ -91,6 +91,8 @@ def may_leave_out(trainer: Trainer, module: LightningModule, skip: tuple[type[Ca
     """Return the gradients that replay may omit. Arguments as of `gradients_are_seen`."""
     if isinstance(trainer.model, DistributedDataParallel) or is_sharded(module):
         return "none"
+    if is_overridden("optimizer_step", module):
+        return "none"  # it may look at gradients, before or behind the closure
     if not gradients_are_seen(trainer, module, skip):
         return "all"
     # Hooks may keep gradients that are left in place.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -27,7 +28,8 @@ from lightning_moe_ckpt.fit._stops import Stops
 from lightning_moe_ckpt.fit.loaders._loaders import loads_again
 from lightning_moe_ckpt.fit.loggers._once import LogFolders
 from lightning_moe_ckpt.fit.loops import _taps, _trainer
-from lightning_moe_ckpt.journal import HeldGenerator, capture_rng, restore_rng
+from lightning_moe_ckpt.fit.objects._memento import Memento
+from lightning_moe_ckpt.journal import HeldGenerator
 from lightning_moe_ckpt.operators import show_shards
 from lightning_moe_ckpt.policies import Policy
 from lightning_moe_ckpt.process import clocked
@@ -37,8 +39,8 @@ from lightning_moe_ckpt.tiers import SessionConfig
 
 log = rank_logger(__name__)
 
-_UNUSED = "not have been used in the graph"
-"""Text of `torch.autograd.grad`'s error for a parameter without a gradient that a module saw."""
+_LACKING = ("not have been used in the graph", "FrozenView", "__torch_dispatch__")
+"""Texts of errors: `torch.autograd.grad`'s for a parameter without a gradient, and a compiler's for a shadow."""
 
 
 class _Phase(Enum):
@@ -111,8 +113,8 @@ class FitSession:
         )
         self._phase, self._disturbed, self._told_to_stop = _Phase.UNTRAINED, False, False
         self._step, self._validation_began = trainer.global_step, time.perf_counter()
-        looked_at = module if policy.replays and self.session.job.omits == "unseen" else None
-        self._outcome = _taps.StepOutcome(trainer, getattr(trainer.strategy, "grad_norm", None), looked_at)
+        norm, hooks = getattr(trainer.strategy, "grad_norm", None), self.session.job.omits == "unseen"
+        self._outcome = _taps.StepOutcome(trainer, norm, module if policy.replays else None, hooks=hooks)
         self._undo = ExitStack()
         """Changes to the trainer that nothing else asks for, to be undone at the fit's end."""
         taps = _taps.FitLoopTaps(trainer, self, self._recorder, resting(trainer))
@@ -459,26 +461,27 @@ class FitSession:
 
     # -- private
 
-    def _training_step(self, step: Callable[[], Any]) -> Any:
+    def _training_step(self, step: Callable[[], Any], batch: Any) -> Any:
         """Run the user's step; in replay, run it once more with all gradients if it asks for an omitted gradient."""
         frozen = self.sessions.now.repeats.frozen
         if frozen is None or not frozen.leaves_out:
-            return step()
-        buffers = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
-        random = capture_rng()
+            return self._outcome.ask(step)
+        roots, weights = [batch, *self.generators(), *self._module.buffers()], self._module.parameters()
+        held = Memento(roots, restored=weights, apart=(torch.nn.Module,), most_nbytes=sys.maxsize)
+        put_back, hooked = self.hold_attempt(), frozen.hooked()
         try:
-            return step()
-        except RuntimeError as error:
-            if _UNUSED not in str(error):
+            loss = self._outcome.ask(step, frozen.shown)
+            if hooked == frozen.hooked():
+                return loss
+            log.info("the step puts hooks on frozen parameters: all gradients are computed from here on")
+        except Exception as error:
+            if not isinstance(error, _taps.LacksGradient) and not any(text in str(error) for text in _LACKING):
                 raise
             log.info("the step asks for gradients of frozen parts (%s): they are computed from here on", error)
         frozen.leave_nothing_out()
-        restore_rng(random)
-        with torch.no_grad():
-            for name, buffer in self._module.named_buffers():
-                if not torch.equal(buffer, buffers[name]):
-                    buffer.copy_(buffers[name])
-        return step()
+        put_back()
+        held.restore()
+        return self._outcome.ask(step)
 
     def _release_files(self) -> None:
         """Release held files once the next batch begins, not at replay's end: validation in between differs."""

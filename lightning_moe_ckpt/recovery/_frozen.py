@@ -18,6 +18,9 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from types import FunctionType
 from typing import Any, Literal, cast
 
 import torch
@@ -68,12 +71,15 @@ class Frozen:
             inside = isinstance(owner, nn.MultiheadAttention)  # uses weights of a module that it does not run
             for name, param in owner.named_parameters(recurse=inside, remove_duplicate=False):
                 self._owners[id(param)].append((owner, name))
+        self._encoders = [each for each in module.modules() if isinstance(each, nn.TransformerEncoderLayer)]
         self._active: Collection[str] = ()
         self._passive: list[nn.Parameter] = []
         """Parameters without a step."""
         self._off: list[nn.Parameter] = []
         """Parameters among these without a gradient."""
         self._hooks: list[RemovableHandle] = []
+        self.shown = dict[int, nn.Parameter]()
+        """Parameters with other tensors in their place, by identity."""
         self._dropped: list[tuple[nn.Parameter, Tensor]] = []
 
     def freeze(self, active: Collection[str], seen: Collection[str] | None = ()) -> None:
@@ -100,20 +106,29 @@ class Frozen:
                 continue
             for owner, name in self._owners[id(param)]:
                 shown[owner][name] = param, rows_E
-        for owner, tensors in shown.items():
-            self._hooks += _showing(owner, tensors)
+        self.shown = {id(param): param for tensors in shown.values() for param, _ in tensors.values()}
+        hooks = {owner: _showing(owner, tensors) for owner, tensors in shown.items()}
+        self._hooks += chain.from_iterable(hooks.values())
+        for encoder in self._encoders:
+            beneath = [hook for each in encoder.modules() for hook in hooks.get(each, ())]
+            beneath.append(encoder.register_forward_pre_hook(partial(_leave_whole, beneath)))
+            self._hooks.append(beneath[-1])
 
     def thaw(self) -> None:
         """Freeze nothing; parameters get the user's own `requires_grad` of the boundary."""
         for hook in self._hooks:
             hook.remove()
-        self._passive, self._off, self._hooks = [], [], []
+        self._passive, self._off, self._hooks, self.shown = [], [], [], {}
         self._as_user()
 
     @property
     def leaves_out(self) -> bool:
         """Whether gradients are left out."""
         return bool(self._off)
+
+    def hooked(self) -> set[int]:
+        """Return the keys of `shown` for parameters with a user's hook."""
+        return {key for key, param in self.shown.items() if _has_hooks(param)}
 
     def leave_nothing_out(self) -> None:
         """Let all gradients be computed from here on; frozen parameters still take no step."""
@@ -156,17 +171,28 @@ def _showing(module: nn.Module, tensors: Mapping[str, tuple[nn.Parameter, Tensor
         (module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], *tensors[name]) for name in tensors
     ]
 
+    views = [FrozenView.of(param, active_E) for *_, param, active_E in places]
+
     def before(_: nn.Module, __: Any) -> None:
-        for owner, name, param, active_E in places:
+        if not torch.is_grad_enabled():
+            return
+        for (owner, name, param, _active_E), view in zip(places, views, strict=True):
             # `functional_call` replaces parameters; user hooks wait for the gradient of all rows.
             if owner._parameters.get(name) is param and not _has_hooks(param):  # noqa: SLF001  # no public way
-                owner.__dict__[name] = FrozenView.of(param, active_E)  # found before registered parameters
+                owner.__dict__[name] = view  # found before registered parameters
 
     def after(*_: Any) -> None:
         for owner, name, *_rest in places:
             owner.__dict__.pop(name, None)
 
     return [module.register_forward_pre_hook(before), module.register_forward_hook(after, always_call=True)]
+
+
+def _leave_whole(hooks: list[RemovableHandle], module: nn.Module, _: Any) -> None:
+    """Show an encoder in evaluation as it is: torch's fast path is for modules without hooks."""
+    if not module.training:
+        for hook in hooks:
+            hook.remove()
 
 
 def _has_hooks(param: nn.Parameter) -> bool:
@@ -181,42 +207,89 @@ _OWN = __name__.partition(".")[0] + "."
 class FrozenView(Tensor):
     """A parameter or a part of one, without gradients in products, except for active rows of a stack `[E, ...]`.
 
-    Products with a partly active stack compute gradients for runs of active rows; other rows get zeros.
+    Products with a partly active stack compute gradients for runs of active rows; other rows get zeros. Functions
+    other than products get the tensor itself: gradients add up in the order of training.
     """
 
     active_E: Tensor | None  # noqa: N815  # shape suffix
     """bool, on the CPU; `None` if nothing is active."""
+    whole: Tensor
+    """Tensor that this one stands for."""
 
     @classmethod
     def of(cls, tensor: Tensor, active_E: Tensor | None) -> Tensor:
         """Return an alias of a tensor, in its graph; the tensor itself if all rows are active."""
         if active_E is not None and active_E.all():
             return tensor
-        alias = tensor.as_subclass(cls)
+        with torch.enable_grad():
+            alias = tensor.as_subclass(cls)
         alias.active_E = active_E if active_E is not None and active_E.any() else None
+        alias.whole, alias._is_param = tensor, isinstance(tensor, nn.Parameter)  # noqa: SLF001  # `isinstance` asks it
         return alias
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute as for a plain tensor, except for products and slices known to pay."""
         kwargs = kwargs or {}
+        # Transforms of `torch.func` take no function with a backward of its own.
+        plain = not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()  # noqa: SLF001  # no public way
+        if func is nn.functional.multi_head_attention_forward and not plain:
+            return _ATTENTION(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # as torch's own documentation has it
-            # Transforms of `torch.func` take no function with a backward of its own.
-            if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():  # noqa: SLF001  # no public way
-                return func(*args, **kwargs)
-            if func in _PARTS and args and isinstance(args[0], cls):
-                return _part(func, args, func(*args, **kwargs))
-            if func not in _PRODUCTS:
-                return func(*args, **kwargs)
+            if plain or func not in _PRODUCTS:
+                out = func(*_plain(args), **_plain(kwargs))
+                of_view = not plain and func in _PARTS and args and isinstance(args[0], cls)
+                return _part(func, args, out) if of_view else out
+            if func in _FOLDS and len(args) < 2:  # by names
+                return func(*_plain(args), **_plain(kwargs))
+            if func in _FOLDS and (out := _folded(func, *args, **kwargs)) is not None:
+                return _with_graph(out)
             args, kwargs = tuple(map(_inactive, args)), {name: _inactive(each) for name, each in kwargs.items()}
             if func is torch.einsum and (pair := _pair_of(*args)) is not None:
                 func, args = torch.bmm, pair
-            rows = _product(func, *args, **kwargs) if func in _BATCHES and len(args) > 1 else None
-            return _with_graph(func(*args, **kwargs)) if rows is None else rows
+            out = _product(func, *args, **kwargs) if func in _BATCHES and len(args) > 1 else None
+            return _with_graph(func(*_plain(args), **_plain(kwargs))) if out is None else out
+
+
+def _plain(each: Any) -> Any:
+    """Return arguments with tensors in place of views of these."""
+    if isinstance(each, FrozenView):
+        return each.whole
+    if isinstance(each, dict):
+        return {key: _plain(value) for key, value in each.items()}
+    return type(each)(map(_plain, each)) if type(each) in (tuple, list) else each
 
 
 def _inactive(each: Any) -> Any:
-    return each.detach() if isinstance(each, FrozenView) and each.active_E is None else each
+    return each.whole.detach() if isinstance(each, FrozenView) and each.active_E is None else each
+
+
+def _folded(func: Any, a: Any, b: Any, bias: Any = None) -> Tensor | None:
+    """Return the product of a batch and a matrix, as torch computes it if the matrix has a gradient; else `None`.
+
+    Source: `should_fold` in torch's LinearAlgebra.cpp.
+    """
+    a, b = (b, a) if func is Tensor.__rmatmul__ else (a, b)
+    first = isinstance(a, FrozenView)
+    view, batch = (a, b) if first else (b, a)
+    if not isinstance(view, FrozenView) or isinstance(batch, FrozenView) or view.active_E is not None:
+        return None
+    matrix = view.whole.detach()
+    if matrix.ndim > 2 or batch.ndim < 3 or (bias is not None and batch.is_contiguous()):
+        return None
+    if bias is not None and _shares_casts(batch.device.type):
+        return cast("Tensor", func(batch, view.whole, bias))
+    if first or func is nn.functional.linear:
+        matrix, batch = matrix.t(), batch.mT if first else batch
+    out: Tensor = (batch.flatten(0, -2) @ matrix).view(*batch.shape[:-1], *matrix.shape[1:])
+    if first and matrix.ndim == 2:
+        return out.mT.contiguous()
+    return out if bias is None else out + bias.to(out.dtype)
+
+
+def _shares_casts(device: str) -> bool:
+    """Return whether all uses of a parameter share one copy in autocast's type, in which their gradients add up."""
+    return torch.is_autocast_enabled(device) and torch.is_autocast_cache_enabled()
 
 
 def _with_graph(out: Any) -> Any:
@@ -246,11 +319,11 @@ def _part(func: Any, args: Sequence[Any], out: Any) -> Any:
     """Return a function's result as a view: with its rows, or plain where these are not known."""
     if isinstance(out, tuple | list):
         return tuple(_part(func, args, each) for each in out)
-    stack, rows_E = args[0], args[0].active_E
+    stack, rows_E = args[0].whole, args[0].active_E
     if rows_E is None or not isinstance(out, Tensor):
         return FrozenView.of(out, None) if isinstance(out, Tensor) else out
     if out.untyped_storage().data_ptr() == stack.untyped_storage().data_ptr():
-        rows = _rows_in(stack, out)
+        rows = _rows_in(stack, rows_E, out)
     elif func in _CHOOSE:  # by a list of numbers, or by a mask
         index, known = args[-1], args[1:-1] in ((), (0,))
         known = known and isinstance(index, Tensor) and index.ndim == 1 and index.dtype == torch.int64
@@ -260,16 +333,15 @@ def _part(func: Any, args: Sequence[Any], out: Any) -> Any:
     return out if rows is None else FrozenView.of(out, rows)
 
 
-def _rows_in(stack: FrozenView, out: Tensor) -> Tensor | None:
+def _rows_in(stack: Tensor, active_E: Tensor, out: Tensor) -> Tensor | None:
     """Return the active rows of a stack's view; `None` if its memory is not a number of rows in order."""
-    assert stack.active_E is not None
     row = stack.stride(0)
     first, start = divmod(int(out.storage_offset() - stack.storage_offset()), row)
     sizes, number = [*zip(out.shape, out.stride(), strict=True)], 1
     if sizes and sizes[0][1] == row:
         number = sizes.pop(0)[0]
     fits = start + sum((size - 1) * stride for size, stride in sizes) < row and out.dtype == stack.dtype
-    return stack.active_E[first : first + number] if fits and out.numel() else None
+    return active_E[first : first + number] if fits and out.numel() else None
 
 
 _CHOOSE = (Tensor.__getitem__, Tensor.index_select, torch.index_select)
@@ -290,7 +362,8 @@ def _pair_of(equation: str, *operands: Any) -> tuple[Tensor, Tensor] | None:
     if found is None or not isinstance(operands[-1], FrozenView) or 1 in {*operands[0].shape, *operands[1].shape}:
         return None
     a, stack = operands
-    return a, stack if found["c"] else FrozenView.of(stack.mT, stack.active_E)
+    whole = stack.whole.view_as(stack.whole)  # as torch has it: gradients of one product add up first
+    return a.view_as(a), FrozenView.of(whole if found["c"] else whole.mT, stack.active_E)
 
 
 _BATCHED_EINSUM = re.compile(r"(\w)(\w)(?!\1|\2)(\w),\1(?:\3(?P<c>\w)|(?P<d>\w)\3)->\1\2(?(c)(?P=c)|(?P=d))")
@@ -304,10 +377,14 @@ def _product(func: Any, a: Any, b: Any, offs: Tensor | None = None, *rest: Any, 
     if not fits or not alike or any(each is not None for each in others):
         return None
     stack: Any = a if first else b
-    rows, a, b, device = stack.active_E, a.as_subclass(Tensor), b.as_subclass(Tensor), a.device.type
+    rows, a, b, device = stack.active_E, _plain(a), _plain(b), a.device.type
     if offs is None and torch.is_autocast_enabled(device) and stack.dtype != torch.float64:
+        if _shares_casts(device) and stack.whole.is_leaf:
+            return None
         dtype = torch.get_autocast_dtype(device)
         a, b = a.to(dtype), b.to(dtype)
+    if func in _FOLDS:
+        a, b = a.view_as(a), b.view_as(b)
     return cast("Tensor", _RowsProduct.apply(a, b, offs, (rows, first)))  # type: ignore[no-untyped-call]
 
 
@@ -363,6 +440,13 @@ _GROUPED: Any = getattr(torch, "_grouped_mm", None)
 _BATCHED = (torch.bmm, Tensor.bmm, torch.matmul, Tensor.matmul, Tensor.__matmul__)
 _BATCHES: dict[Any, int] = dict.fromkeys(_BATCHED, 3) | ({} if _GROUPED is None else {_GROUPED: 2})
 """Products with stacks, and the first factor's number of dimensions."""
+_FOLDS = (nn.functional.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__)
+_ATTENTION = FunctionType(
+    nn.functional.multi_head_attention_forward.__code__,
+    {**vars(nn.functional), "has_torch_function": lambda _: False},
+    argdefs=nn.functional.multi_head_attention_forward.__defaults__,
+)
+"""Torch's own function, to which our tensors are like others: its parts are called with these."""
 _PRODUCTS: frozenset[Any] = frozenset(_BATCHES) | {
     *(nn.functional.linear, torch.mm, Tensor.mm, Tensor.__rmatmul__, torch.addmm, torch.baddbmm, torch.einsum),
     *(torch.mv, Tensor.mv, torch.tensordot, torch.inner, torch.addbmm, nn.functional.bilinear),

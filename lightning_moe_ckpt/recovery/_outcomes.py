@@ -22,8 +22,8 @@ log = rank_logger(__name__)
 def joined_outcome(outcomes: Sequence[Mapping[str, Any]], stage_size: int) -> Journal:
     """Return a boundary's outcome with all stages' experts, in order, and ranks' popularity added up, from the outcomes by rank."""
     found, firsts = dict(outcomes[0]), outcomes[::stage_size]
-    if "seen" in found:
-        found["seen"] = sorted(set(chain.from_iterable(each["seen"] for each in outcomes)))
+    if any("seen" in each for each in outcomes):
+        found["seen"] = sorted(set(chain.from_iterable(each.get("seen", ()) for each in outcomes)))
     if "scalars" in found:
         found["scalars"] = dict(chain.from_iterable(each["scalars"].items() for each in firsts))
     if found.get("accounting") is not None:

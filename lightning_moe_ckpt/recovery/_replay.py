@@ -235,7 +235,8 @@ class Replay:
         """Let hooks of all ranks find whole gradients: reduced ones have a part of every rank. Collective."""
         told = cast("list[list[list[str] | None]]", exchange.gather_values(self._seen))
         steps = zip(*filter(None, told), strict=True)
-        self._seen = [None if None in step else sorted(set(chain.from_iterable(filter(None, step)))) for step in steps]
+        found = [[names for names in step if names is not None] for step in steps]
+        self._seen = [sorted(set(chain.from_iterable(names))) if names else None for names in found]
 
     # -- private
 

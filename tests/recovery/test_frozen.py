@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -93,7 +94,7 @@ def _flops_of_groups(a: tuple[int, ...], b: tuple[int, ...], *_: Any, **__: Any)
 class _Counted(LightningModule):
     """Counts the operations of each optimizer step, and reads gradients behind it, without a look whether they are there."""
 
-    def __init__(self, kind: Kind, fails_at: int | None, *, asks: bool) -> None:
+    def __init__(self, kind: Kind, fails_at: int | None, *, asks: str) -> None:
         super().__init__()
         self._asks = asks
         self.model: nn.Module = (
@@ -110,9 +111,18 @@ class _Counted(LightningModule):
         if self.global_step == self._fails_at:
             self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # else it goes on in other tests
             raise RuntimeError("fails here")
+        if self._asks:
+            batch.add_(1).remainder_(64)
         logits = self.head(self.model(nn.functional.dropout(batch[:, :-1].float(), 0.1).long().clamp(max=63)))
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-        if self._asks:
+        if self._asks == "a hook":
+
+            def changes(gradient: Tensor) -> Tensor:
+                handle.remove()
+                return gradient / gradient.norm()
+
+            handle = self.model.inner[0].weight.register_hook(changes)  # type: ignore[index, union-attr]
+        elif self._asks:
             (gradient,) = torch.autograd.grad(loss, self.model.inner[0].weight, retain_graph=True)  # type: ignore[index, union-attr]
             loss = loss * gradient.norm().clamp(0.5, 2).detach()
         return loss
@@ -161,7 +171,7 @@ def _fit(
     *others: Callback,
     fails_at: int | None = None,
     save: bool = True,
-    asks: bool = False,
+    asks: str = "",
 ) -> _Counted:
     seed_everything(3)
     module = _Counted(kind, fails_at, asks=asks)
@@ -178,7 +188,13 @@ def _fit(
     return module
 
 
-@pytest.mark.parametrize("kind", ["stacked", "eager", "batched_mm", "grouped_mm", "dense", "encoder"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("stacked", "batched_mm", "dense", "encoder"),
+        *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("eager", "grouped_mm")),
+    ],
+)
 def test_replayed_steps_compute_no_gradient_of_what_is_frozen(kind: Kind, tmp_path: Path) -> None:
     """Each step of the window saves less than the one before, and what comes of it is what an undisturbed run has."""
     alone = _fit(tmp_path / "alone", kind, save=False)
@@ -206,7 +222,7 @@ def test_what_is_compiled_computes_everything_and_the_rest_does_not(tmp_path: Pa
     assert 0.02 < share <= outside / (outside + 4 * 48 * 192) / 3
 
 
-@pytest.mark.parametrize(("every", "of"), [(1, ""), (3, ""), (1, "head")])
+@pytest.mark.parametrize(("every", "of"), [pytest.param(1, "", marks=pytest.mark.soak), (3, ""), (1, "head")])
 def test_hooks_find_the_gradients_at_which_they_look(every: int, of: str, tmp_path: Path) -> None:
     """The journal says at which ones they looked in the original run: these are computed, and no others."""
     looks = [_Looks(every, of) for _ in range(3)]
@@ -224,13 +240,16 @@ def test_hooks_find_the_gradients_at_which_they_look(every: int, of: str, tmp_pa
         assert share == 0 if seen else share > 0.15, f"step {step} leaves out {share}"
 
 
-def test_a_step_that_asks_for_gradients_of_weights_is_replayed(tmp_path: Path) -> None:
-    """A frozen matrix has none to give: the step is done once more with all of them, and draws the same numbers."""
-    alone = _fit(tmp_path / "alone", "dense", save=False, asks=True)
-    _fit(tmp_path, "dense", fails_at=FAILS_AT, asks=True)
-    resumed = _fit(tmp_path, "dense", asks=True)
+@pytest.mark.parametrize("asks", ["autograd", "a hook"])
+def test_a_step_that_asks_for_gradients_of_weights_is_replayed(asks: str, tmp_path: Path) -> None:
+    """The journal has what it asks autograd for. With a hook put in place within, the step is done once more, as before."""
+    alone = _fit(tmp_path / "alone", "dense", save=False, asks=asks)
+    _fit(tmp_path, "dense", fails_at=FAILS_AT, asks=asks)
+    resumed = _fit(tmp_path, "dense", asks=asks)
     for (name, want), got in zip(alone.named_parameters(), resumed.parameters(), strict=True):
         assert torch.equal(want, got), name
+    if asks == "autograd":
+        assert any(resumed.flops[step] < alone.flops[step] for step in resumed.flops), "other gradients are left out"
 
 
 EXPERTS, ENDS = 5, (3, 3, 20, 29, 37)
@@ -241,9 +260,9 @@ def _in_groups(x_NK: Tensor, w_EKM: Tensor) -> Tensor:
     return torch._grouped_mm(x_NK, w_EKM, offs=torch.tensor(ENDS, dtype=torch.int32))
 
 
-def _under_autocast(x_ENK: Tensor, w_EKM: Tensor) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        return x_ENK @ w_EKM
+def _under_autocast(x_ENK: Tensor, w_EKM: Tensor, *, cache: bool = False) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+        return x_ENK @ w_EKM + torch.bmm(x_ENK, w_EKM)
 
 
 USES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
@@ -253,6 +272,8 @@ USES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
     "batch": (torch.bmm, True),
     "batch, transposed twice": (lambda x, w: x @ w.transpose(1, 2).mT, True),
     "batch, autocast": (_under_autocast, True),
+    "batch, autocast with a cache": (partial(_under_autocast, cache=True), False),
+    "batches": (lambda x, w: torch.cat([torch.bmm(part, w) for part in x.chunk(3, 1)] * 2, 1), True),
     "groups": (_in_groups, True),
     "groups, transposed": (lambda x, w: _in_groups(x, w.transpose(-2, -1)), True),
     "by keyword": (lambda x, w: torch.stack(torch.unbind(input=x @ w.transpose(dim0=1, dim1=2))), True),
@@ -371,3 +392,73 @@ def test_modules_cannot_tell_that_they_are_frozen(hooks: str) -> None:
     assert found[0][0] == found[1][0]
     assert len(found[0][1]) == len(found[1][1])
     assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
+
+
+class _Uses(nn.Module):
+    """Uses of matrices for which torch chooses another way where these need no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16, bias=False)
+        self.attention = nn.MultiheadAttention(16, 4, batch_first=True)
+        self.matrix = nn.Parameter(torch.randn(16, 16) / 4)
+        self.encoder = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        assert isinstance(self.matrix, nn.Parameter)
+        x = self.second(self.first(x[:, :-1])[:, 1:])
+        x = self.matrix @ (x.mT[:, :, 1:] @ torch.ones(x.shape[1] - 1, 3)) + (x.transpose(0, 1)[:2] @ self.matrix).sum()
+        x = self.attention(x.mT, x.mT, x.mT)[0]
+        self.encoder.eval()
+        with torch.no_grad():
+            target = self.encoder(x)
+        out: Tensor = self.encoder.train()(x) - target
+        return out
+
+
+@pytest.mark.parametrize("autocast", ["", "bfloat16", "bfloat16, a cache"])
+def test_torch_chooses_kernels_as_in_training(autocast: str) -> None:
+    torch.manual_seed(0)
+    module, x = _Uses(), torch.randn(4, 7, 16)
+    found = []
+    for freezes in (False, True):
+        frozen = Frozen(module, discover(module, ep_size=1), as_user=lambda: None)
+        if freezes:
+            frozen.freeze(set())
+        inputs = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=bool(autocast), cache_enabled="cache" in autocast):
+            out = module(inputs)
+        out.float().square().mean().backward()
+        assert frozen.leaves_out == freezes
+        assert inputs.grad is not None
+        found.append((out.detach(), inputs.grad))
+        frozen.thaw()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+class _InParts(MoELayer):
+    """Works on its batch in parts: a stack has more than one use in each call."""
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([torch.bmm(each, self.w1) for each in x.chunk(2, 1)], 1)
+
+
+@pytest.mark.parametrize("autocast", ["", "bfloat16", "bfloat16, a cache"])
+def test_gradients_of_active_rows_add_up_in_the_order_of_training(autocast: str) -> None:
+    torch.manual_seed(0)
+    module, x = _InParts(16, 32, 4), torch.randn(4, 12, 16)
+    operators = discover(module, ep_size=1)
+    found = []
+    for active in (set(operators.names), {operators.names[1], operators.names[2]}):
+        frozen = Frozen(module, operators, as_user=lambda: None)
+        frozen.freeze(active)
+        module.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=bool(autocast), cache_enabled="cache" in autocast):
+            out = module(x) + module(x.flip(1) * 0.3).sin() + module(x * 0.7).cos()
+        out.float().square().mean().backward()
+        assert isinstance(module.w1.grad, Tensor)
+        found.append(module.w1.grad[1:3].clone())
+        frozen.thaw()
+    assert torch.equal(*found)

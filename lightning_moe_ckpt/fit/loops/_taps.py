@@ -7,7 +7,7 @@ gradients are clipped. A tap is an instance attribute on one trainer's loops or 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -196,10 +196,10 @@ def tap_batches(trainer: Trainer, fetched: Callable[[Any], Any], resting: Callab
     return tap(plugin, "convert_input", tapped)
 
 
-def tap_step(trainer: Trainer, around: Callable[[Callable[[], Any]], Any]) -> Callable[[], object]:
-    """Let `around` run every training step; return the function that ends this."""
+def tap_step(trainer: Trainer, around: Callable[..., Any]) -> Callable[[], object]:
+    """Let `around` run every training step with a batch; return the function that ends this."""
     step = trainer.strategy.training_step
-    return tap(trainer.strategy, "training_step", lambda *args, **kwargs: around(lambda: step(*args, **kwargs)))
+    return tap(trainer.strategy, "training_step", lambda *args, **kwargs: around(partial(step, *args, **kwargs), args))
 
 
 @contextmanager
@@ -210,6 +210,10 @@ def unwatched() -> Iterator[None]:
         yield
     finally:
         SeenGradients.rests = before
+
+
+class LacksGradient(RuntimeError):
+    """A step asks for a gradient that replay has left out."""
 
 
 class SeenGradients(TorchFunctionMode):
@@ -233,12 +237,35 @@ class SeenGradients(TorchFunctionMode):
         with self:
             return call(*args)
 
+    def ask(self, step: Callable[[], Any], lacking: Collection[int]) -> Any:
+        """Run a training step; note parameters for whose gradients it asks autograd.
+
+        Raises:
+            LacksGradient: the parameter is `lacking` it, by identity.
+        """
+        run: Any = vars(torch.autograd)[_BACKWARD]
+
+        def noted(
+            outputs: Any, gradients: Any, retain: Any, create: Any, inputs: Sequence[Any], *more: Any, **kw: Any
+        ) -> Any:
+            self._found |= {self._names[id(each)] for each in inputs if id(each) in self._names}
+            if any(id(each) in lacking for each in inputs):
+                raise LacksGradient
+            return run(outputs, gradients, retain, create, inputs, *more, **kw)
+
+        setattr(torch.autograd, _BACKWARD, noted)
+        try:
+            return step()
+        finally:
+            setattr(torch.autograd, _BACKWARD, run)
+
     def take(self) -> list[str]:
         """Return the names since the last call."""
         found, self._found = self._found, set()
         return [ANY_GRADIENT] if ANY_GRADIENT in found or len(found) > _MOST_NAMES else sorted(found)
 
 
+_BACKWARD = "_engine_run_backward"  # under both `grad` and `backward`
 _LOOKS = frozenset({Tensor.grad.__get__, Tensor._grad.__get__})  # type: ignore[union-attr]  # getters
 _CALLS, _MOST_NAMES = ("post_backward", "_after_closure"), 64  # methods of a plugin that call hooks; names in a journal
 
@@ -255,6 +282,8 @@ class StepOutcome:
         trainer: Trainer,
         norm: Callable[[list[torch.nn.Parameter]], Tensor] | None,
         watched: torch.nn.Module | None = None,
+        *,
+        hooks: bool = True,
     ) -> None:
         self.losses: list[Tensor] = []
         """Losses of the step's batches, on the device."""
@@ -268,8 +297,12 @@ class StepOutcome:
         self._plugin, self._norm_of = trainer.precision_plugin, norm if norm is not None else _total_norm
         # No hook comes behind clipping.
         by_value = tap_clipping(self._plugin, self._clip_by_value, "value")
-        self._seen = None if watched is None else SeenGradients(watched)
-        noted = [] if self._seen is None else [(name, self._seen.run, getattr(self._plugin, name)) for name in _CALLS]
+        self._seen, self._hooks = None if watched is None else SeenGradients(watched), hooks
+        noted = (
+            []
+            if self._seen is None or not hooks
+            else [(name, self._seen.run, getattr(self._plugin, name)) for name in _CALLS]
+        )
         looks = [tap(self._plugin, name, partial(run, call)) for name, run, call in noted]
         closed = tap_after_closure(self._plugin, self._closed)  # outside of what is watched
         self._undo = tap_clipping(self._plugin, self._clip), by_value, closed, *looks
@@ -304,14 +337,18 @@ class StepOutcome:
         """Return the outcome of the step that ended at boundary `step`; the next step begins without losses."""
         losses, self.losses = self.losses, []
         results = {"grad_norm": self._norm, "found_inf": self._overflow, "losses": losses, "batches": batches}
-        if self._seen is not None:
-            results["seen"] = found = self._seen.take()
+        if self._seen is not None and ((found := self._seen.take()) or self._hooks):
+            results["seen"] = found
             known = [ANY_GRADIENT] if self._original is None else self._original.get("seen", [ANY_GRADIENT])
             if ANY_GRADIENT not in known and not {*found} <= {*known}:
                 log.warning(
                     "step %d: hooks look at gradients of %s, unlike the original run: frozen ones are zero", step, found
                 )
         return {"step": step, "epoch": epoch, **results}
+
+    def ask(self, step: Callable[[], Any], lacking: Collection[int] = ()) -> Any:
+        """Run a training step as `SeenGradients.ask`."""
+        return step() if self._seen is None else self._seen.ask(step, lacking)
 
     def remove(self) -> None:
         """Restore the precision plugin's own methods."""
