@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_moe_ckpt.callbacks import CapacityBoost, ExpertLoadMonitor
 from lightning_moe_ckpt.fit._state import copied
-from lightning_moe_ckpt.fit.in_place._decision import Decision, Where
+from lightning_moe_ckpt.fit.in_place._decision import TOO_OFTEN, Decision, Where
 from lightning_moe_ckpt.fit.in_place._undo import _hold_buffers, _hold_users, _unzeroed, never_alone
 from lightning_moe_ckpt.fit.loggers._metrics import hold_metrics
 from lightning_moe_ckpt.journal import differs
@@ -36,6 +36,18 @@ def decided(*places: Place, stages: int = 4, may: int = 1, generation: int = 1) 
     """What follows, by where each rank is."""
     rows = [Where(may, place, taken, generation, *more) for place, taken, *more in places]
     return Decision.of(rows, ParallelGroups.placed(0, len(rows), ep_size=1, num_stages=stages))
+
+
+def test_all_go_back_once_when_one_rank_says_that_stages_do_not_come_to_a_step() -> None:
+    """Whichever rank has counted the tries; without that word the stage recovers alone."""
+    rows = [Where(1, WITHIN, 7, 1), Where(1, NEW, -1, 1), Where(1, WITHIN, 7, 1), Where(1, WITHIN, 7, 1)]
+    groups = ParallelGroups.placed(0, 4, ep_size=1, num_stages=4)
+    for rank in range(4):
+        often = [row._replace(possible=TOO_OFTEN) if at == rank else row for at, row in enumerate(rows)]
+        assert Decision.of(often, groups) == "stages failed again and again on the way to one step"
+    alone = Decision.of(rows, groups)
+    assert isinstance(alone, Decision)
+    assert alone.failed == (1,)
 
 
 @pytest.mark.parametrize(
