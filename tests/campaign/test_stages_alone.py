@@ -624,8 +624,7 @@ UNDO = "lightning_moe_ckpt.fit.in_place._undo"
 ABLATIONS = {
     "everything": (UNDO, "StepUndo.undo", "loss|buffer"),
     "random state": ("lightning_moe_ckpt.fit.objects._memento", "restore_rng", "loss"),
-    "buffers": (UNDO, "_hold_buffers", "buffer|loss"),
-    "attributes": ("lightning_moe_ckpt.fit.objects._memento", "Memento.restore", "loss"),
+    "attributes, buffers": ("lightning_moe_ckpt.fit.objects._memento", "Memento.restore", "loss|buffer"),
     "results": (UNDO, "hold", "mean"),
     "gradients": (UNDO, "_unzeroed", "loss"),
 }
