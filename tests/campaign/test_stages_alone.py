@@ -516,6 +516,8 @@ def test_it_can_be_turned_off(campaigns: Campaigns, setup: Counted, why: list[st
 class LateModule(CountedModule):
     """Changes a large buffer from its seventh step on."""
 
+    late: Tensor
+
     @override
     def configure_stage(self, *args: Any, **options: Any) -> Any:
         found = super().configure_stage(*args, **options)
@@ -526,8 +528,8 @@ class LateModule(CountedModule):
     def stage_auxiliary_loss(self) -> Tensor | None:
         found = super().stage_auxiliary_loss()
         if self.training and self.trainer.global_step >= 6:
-            self.late += 1  # type: ignore[operator, has-type]
-        return None if found is None else found * (1 + 1e-2 * float(self.late[0]))  # type: ignore[index, has-type]
+            self.late += 1
+        return None if found is None else found * (1 + 1e-2 * float(self.late[0]))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -302,7 +302,7 @@ def lost_of(held: Memento) -> list[Tensor]:
 
 def test_a_large_buffer_is_copied_in_its_first_attempts_and_where_attempts_change_it() -> None:
     """One changed in place or past its count of changes, from the first on; one that is left alone, three times."""
-    module = LightningModule()
+    module: Any = LightningModule()
     for name in ("calm", "changed", "past"):
         module.register_buffer(name, torch.ones(LARGE))
     module.register_buffer("small", torch.ones(2))
@@ -321,7 +321,7 @@ def test_a_large_buffer_is_copied_in_its_first_attempts_and_where_attempts_chang
 
 def test_a_buffer_changed_late_cannot_be_put_back_once() -> None:
     """All ranks go back from that attempt; from the next one on there is a copy."""
-    module = LightningModule()
+    module: Any = LightningModule()
     module.register_buffer("late", torch.ones(LARGE))
     watch = Watch(module)
     for _ in range(3):
@@ -340,7 +340,7 @@ def test_a_buffer_changed_late_cannot_be_put_back_once() -> None:
 
 
 def test_a_buffer_that_each_attempt_replaces_is_copied() -> None:
-    module = LightningModule()
+    module: Any = LightningModule()
     watch = Watch(module)
     for _ in range(5):
         module.register_buffer("other", torch.ones(LARGE))
@@ -352,7 +352,7 @@ def test_a_buffer_that_each_attempt_replaces_is_copied() -> None:
 @pytest.mark.parametrize("changes", [False, True])
 def test_a_large_batch_is_copied_where_attempts_change_batches(changes: bool) -> None:
     """Arrays, which count no changes, and small tensors always are; lists keep their items."""
-    module = LightningModule()
+    module: Any = LightningModule()
     watch = Watch(module)
     for attempt in range(6):
         image, target, array = torch.ones(LARGE), torch.ones(2), np.ones(LARGE)
@@ -372,7 +372,7 @@ def test_a_large_batch_is_copied_where_attempts_change_batches(changes: bool) ->
 
 def test_a_batch_changed_late_cannot_be_put_back_once() -> None:
     """The batches behind it are copied."""
-    module = LightningModule()
+    module: Any = LightningModule()
     watch = Watch(module)
     for _ in range(3):
         watch.learn(holding(watch, module, [torch.ones(LARGE)]))
@@ -386,14 +386,14 @@ def test_a_batch_changed_late_cannot_be_put_back_once() -> None:
 
 def test_a_sparse_tensor_is_watched_by_its_count_of_changes() -> None:
     """It has neither a size in bytes nor a comparison."""
-    module = LightningModule()
+    module: Any = LightningModule()
     module.register_buffer("sparse", torch.eye(3).to_sparse())
     watch = Watch(module)
     for _ in range(4):
         held = holding(watch, module)
         watch.learn(held)
     assert copied_of(held) == {id(module.sparse): False}
-    module.sparse.mul_(2)  # type: ignore[operator]
+    module.sparse.mul_(2)
     assert lost_of(held) == [module.sparse]
 
 
