@@ -21,7 +21,7 @@ class StepPosition(IntEnum):
 
 
 TOO_OFTEN, LOST = 2, 3
-"""Values of `Where.possible` with which all ranks go back once: stages do not come to a step; a rank cannot undo its attempt."""
+"""Values of `Where.possible` that send all ranks back once: stages do not come to a step; a rank cannot undo its attempt."""
 
 
 class Where(NamedTuple):

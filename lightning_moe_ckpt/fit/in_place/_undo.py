@@ -39,7 +39,7 @@ from lightning_moe_ckpt.snapshot import DataAccess, versions
 class Watch:
     """What attempts change, among large buffers and batches: each is copied three times, and then only if it had changed.
 
-    Without a copy torch's count of changes is trusted, which writes through `.data` do not raise.
+    Without a copy torch's count of changes is trusted; writes through `.data` do not raise the count.
     """
 
     def __init__(self, module: LightningModule) -> None:
@@ -156,18 +156,8 @@ _LIBRARIES = ("lightning", "lightning_moe_ckpt")
 _OF_RESULTS = ("value", "cumulated_batch_size", "_forward_cache", "_update_count", "has_reset", "_computed")
 """Attributes of logged results that change in place."""
 
-APART = (
-    nn.Module,
-    nn.Parameter,
-    Optimizer,
-    Trainer,
-    Strategy,
-    Logger,
-    Callback,
-    LightningDataModule,
-    Dataset,
-    DataLoader,
-)
+APART: tuple[type, ...] = (nn.Module, nn.Parameter, Optimizer, Trainer, Strategy, Logger, Callback)
+APART += (LightningDataModule, Dataset, DataLoader)
 """Types to which a module's attribute may lead without being part of it."""
 
 
