@@ -89,8 +89,8 @@ class MoEStrategy(PipelinedStrategy):
         micro_batches: Number of parts into which a batch is cut for the pipeline; divides the batch size. With
             ``"1f1b"`` at least the number of stages.
         schedule: ``"1f1b"`` keeps activations of at most as many micro-batches as there are stages, ``"gpipe"`` of all.
-        localized_recovery: Whether only a dead rank's stage repeats steps, where this is exact; under `moe-ckpt run`. `False`: all
-            stages go back to the newest generation; `None`: also where your hooks inside a step would be called again.
+        localized_recovery: Whether only a dead rank's stage repeats steps, where this is exact; under `moe-ckpt run`. `None`
+            (default): alone, except beside hooks inside a step; `False`: all stages go back to the newest generation.
         upstream_log_nbytes: Bytes of host memory per rank for copies of tensors across its stage's borders, from which
             neighbouring stages repeat; a number or text such as `4GiB`. If too small, all stages go back.
         gradient_reduction: ``"ordered"`` adds gradients in rank order, so a resumed run has the same bits as an

@@ -513,6 +513,43 @@ def test_it_can_be_turned_off(campaigns: Campaigns, setup: Counted, why: list[st
     assert lives[0].steps(0) != [*range(1, TWO.steps + 1)], "rank 0 did not go back"
 
 
+class LateModule(CountedModule):
+    """Changes a large buffer from its seventh step on."""
+
+    late: Tensor
+
+    @override
+    def configure_stage(self, *args: Any, **options: Any) -> Any:
+        found = super().configure_stage(*args, **options)
+        self.register_buffer("late", torch.zeros(2**15))
+        return found
+
+    @override
+    def stage_auxiliary_loss(self) -> Tensor | None:
+        found = super().stage_auxiliary_loss()
+        if self.training and self.trainer.global_step >= 6:
+            self.late += 1
+        return None if found is None else found * (1 + 1e-2 * float(self.late[0]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Late(Counted):
+    """A run in which an attempt changes what no attempt has changed before."""
+
+    @override
+    def make_module(self, life: Attempt) -> Module:
+        return LateModule(self, life)
+
+
+def test_what_an_attempt_changes_for_the_first_time_sends_all_back_once(campaigns: Campaigns) -> None:
+    """There is a copy of it when a rank dies again, and its stage recovers alone."""
+    setup, deaths = Late(world_size=2), [death("clip", 1, nth=7), death("clip", 1, nth=6)]
+    fit = partial(train_and_die, setup, deaths, no_place)
+    lives = check_killed(campaigns, setup, fit=fit, deaths=2, same_seed=True)
+    assert decisions(lives) == ["a step had changed what a rank has no copy of", "[1]"]
+    assert "a step changes a tensor of shape (32768,), of which there is no copy" in said(lives, 0)
+
+
 @dataclass(frozen=True)
 class Losing:
     """A rank that never hears that a step is taken, while another dies right behind it, and the rest go on."""
@@ -624,8 +661,7 @@ UNDO = "lightning_moe_ckpt.fit.in_place._undo"
 ABLATIONS = {
     "everything": (UNDO, "StepUndo.undo", "loss|buffer"),
     "random state": ("lightning_moe_ckpt.fit.objects._memento", "restore_rng", "loss"),
-    "buffers": (UNDO, "_hold_buffers", "buffer|loss"),
-    "attributes": ("lightning_moe_ckpt.fit.objects._memento", "Memento.restore", "loss"),
+    "attributes, buffers": ("lightning_moe_ckpt.fit.objects._memento", "Memento.restore", "loss|buffer"),
     "results": (UNDO, "hold", "mean"),
     "gradients": (UNDO, "_unzeroed", "loss"),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -17,10 +18,12 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from typing_extensions import override
 
 from lightning_moe_ckpt.callbacks import CapacityBoost, ExpertLoadMonitor
+from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.fit._state import copied
-from lightning_moe_ckpt.fit.in_place._decision import Decision, Where
-from lightning_moe_ckpt.fit.in_place._undo import _hold_buffers, _hold_users, _unzeroed, never_alone
+from lightning_moe_ckpt.fit.in_place._decision import LOST, TOO_OFTEN, Decision, Where
+from lightning_moe_ckpt.fit.in_place._undo import Watch, _hold_users, _unzeroed, never_alone
 from lightning_moe_ckpt.fit.loggers._metrics import hold_metrics
+from lightning_moe_ckpt.fit.objects._memento import Memento
 from lightning_moe_ckpt.journal import differs
 from lightning_moe_ckpt.operators._count_taps import TokenCounts
 from lightning_moe_ckpt.parallel import ParallelGroups
@@ -36,6 +39,25 @@ def decided(*places: Place, stages: int = 4, may: int = 1, generation: int = 1) 
     """What follows, by where each rank is."""
     rows = [Where(may, place, taken, generation, *more) for place, taken, *more in places]
     return Decision.of(rows, ParallelGroups.placed(0, len(rows), ep_size=1, num_stages=stages))
+
+
+def test_all_go_back_once_when_one_rank_says_that_stages_do_not_come_to_a_step() -> None:
+    """Whichever rank has counted the tries; without that word the stage recovers alone."""
+    rows = [Where(1, WITHIN, 7, 1), Where(1, NEW, -1, 1), Where(1, WITHIN, 7, 1), Where(1, WITHIN, 7, 1)]
+    groups = ParallelGroups.placed(0, 4, ep_size=1, num_stages=4)
+    for rank in range(4):
+        often = [row._replace(possible=TOO_OFTEN) if at == rank else row for at, row in enumerate(rows)]
+        assert Decision.of(often, groups) == "stages failed again and again on the way to one step"
+    alone = Decision.of(rows, groups)
+    assert isinstance(alone, Decision)
+    assert alone.failed == (1,)
+
+
+def test_all_go_back_once_when_a_rank_cannot_undo_its_attempt() -> None:
+    """Since it changed a large tensor that none had changed before."""
+    rows = [Where(1, NEW, -1, 1), Where(LOST, WITHIN, 7, 1)]
+    groups = ParallelGroups.placed(0, 2, ep_size=1, num_stages=2)
+    assert Decision.of(rows, groups) == "a step had changed what a rank has no copy of"
 
 
 @pytest.mark.parametrize(
@@ -250,12 +272,129 @@ def test_a_buffer_that_an_attempt_replaces_is_put_back() -> None:
     module.register_buffer("replaced", torch.tensor([1.0]))
     module.register_buffer("absent", None)
     before = dict(module.named_buffers())
-    put_back = _hold_buffers(module)
+    held = holding(Watch(module), module)
     before["changed"] += 1
     module.replaced, module.absent = torch.zeros(3), torch.zeros(3)
-    put_back()
+    held.restore()
     assert module.state_dict().keys() == {"changed", "replaced"}
     assert all(buffer is before[name] and buffer.tolist() == [1.0] for name, buffer in module.named_buffers())
+
+
+LARGE = 2**14 + 1
+"""Items of a tensor of float32 too large for a copy in each step."""
+
+
+def holding(watch: Watch, module: LightningModule, *others: object) -> Memento:
+    """The memento with which an attempt begins, not left to `DataAccess` of other tests."""
+    watch.accesses.close()
+    return watch.hold(module, others)
+
+
+def copied_of(held: Memento) -> dict[int, bool]:
+    """By the identity of each tensor, whether there is a copy."""
+    return {id(tensor): isinstance(kept, Tensor) for tensor, kept in held.tensors}
+
+
+def lost_of(held: Memento) -> list[Tensor]:
+    """Tensors that cannot be put back."""
+    return [tensor for tensor, kept in held.tensors if isinstance(kept, int) and tensor._version != kept]
+
+
+def test_a_large_buffer_is_copied_in_its_first_attempts_and_where_attempts_change_it() -> None:
+    """One changed in place or past its count of changes, from the first on; one that is left alone, three times."""
+    module: Any = LightningModule()
+    for name in ("calm", "changed", "past"):
+        module.register_buffer(name, torch.ones(LARGE))
+    module.register_buffer("small", torch.ones(2))
+    watch = Watch(module)
+    for attempt in range(6):
+        held = holding(watch, module)
+        copies = copied_of(held)
+        found = {name: copies[id(buffer)] for name, buffer in module.named_buffers()}
+        assert found == {"calm": attempt < 3, "changed": True, "past": True, "small": True}
+        module.changed.add_(1)
+        module.past.data.add_(1)
+        watch.learn(held)
+        held.restore()
+        assert all(buffer.eq(1).all() for buffer in module.buffers())
+
+
+def test_a_buffer_changed_late_cannot_be_put_back_once() -> None:
+    """All ranks go back from that attempt; from the next one on there is a copy."""
+    module: Any = LightningModule()
+    module.register_buffer("late", torch.ones(LARGE))
+    watch = Watch(module)
+    for _ in range(3):
+        watch.learn(holding(watch, module))
+    held = holding(watch, module)
+    assert lost_of(held) == []
+    module.late[3:5] += 1  # through a view
+    assert lost_of(held) == [module.late]
+    with pytest.raises(CheckpointError, match=r"a tensor of shape \(16385,\)"):
+        held.restore()
+    watch.learn(held)
+    held, before = holding(watch, module), module.late.clone()
+    module.late.zero_()
+    held.restore()
+    assert torch.equal(module.late, before)
+
+
+def test_a_buffer_that_each_attempt_replaces_is_copied() -> None:
+    module: Any = LightningModule()
+    watch = Watch(module)
+    for _ in range(5):
+        module.register_buffer("other", torch.ones(LARGE))
+        held = holding(watch, module)
+        assert copied_of(held)[id(module.other)]
+        watch.learn(held)
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_large_batch_is_copied_where_attempts_change_batches(changes: bool) -> None:
+    """Arrays, which count no changes, and small tensors always are; lists keep their items."""
+    module: Any = LightningModule()
+    watch = Watch(module)
+    for attempt in range(6):
+        image, target, array = torch.ones(LARGE), torch.ones(2), np.ones(LARGE)
+        batch = [image, target, array]
+        held = holding(watch, module, batch)
+        assert copied_of(held) == {id(image): attempt < 3 or changes, id(target): True}
+        if changes:
+            image.mul_(2)
+        target.mul_(2)
+        array *= 2
+        watch.learn(held)
+        batch.clear()
+        held.restore()
+        assert [id(each) for each in batch] == [id(image), id(target), id(array)]
+        assert all((each == 1).all() for each in (image, target, array))
+
+
+def test_a_batch_changed_late_cannot_be_put_back_once() -> None:
+    """The batches behind it are copied."""
+    module: Any = LightningModule()
+    watch = Watch(module)
+    for _ in range(3):
+        watch.learn(holding(watch, module, [torch.ones(LARGE)]))
+    image = torch.ones(LARGE)
+    held = holding(watch, module, [image])
+    image[1:].neg_()
+    assert lost_of(held) == [image]
+    watch.learn(held)
+    assert [*copied_of(holding(watch, module, [image])).values()] == [True]
+
+
+def test_a_sparse_tensor_is_watched_by_its_count_of_changes() -> None:
+    """It has neither a size in bytes nor a comparison."""
+    module: Any = LightningModule()
+    module.register_buffer("sparse", torch.eye(3).to_sparse())
+    watch = Watch(module)
+    for _ in range(4):
+        held = holding(watch, module)
+        watch.learn(held)
+    assert copied_of(held) == {id(module.sparse): False}
+    module.sparse.mul_(2)
+    assert lost_of(held) == [module.sparse]
 
 
 class Collecting(LightningModule):

@@ -20,15 +20,15 @@ class StepPosition(IntEnum):
     ELSEWHERE = 3
 
 
-TOO_OFTEN = 2
-"""Value of `Where.possible` that sends all ranks back once, in the place of the stages that do not come to a step."""
+TOO_OFTEN, LOST = 2, 3
+"""Values of `Where.possible` that send all ranks back once: stages do not come to a step; a rank cannot undo its attempt."""
 
 
 class Where(NamedTuple):
     """One rank's position, as gathered when all ranks have joined again."""
 
     possible: int
-    """Whether a stage of its run may recover alone; `TOO_OFTEN` if stages have failed to come to one step again and again."""
+    """Whether a stage of its run may recover alone; `TOO_OFTEN` and `LOST` if not this time."""
     place: int
     taken: int
     """Steps known to be taken by this rank."""
@@ -78,6 +78,7 @@ class Decision:
         reasons = {
             "this run does not let a stage recover alone": not all(row.possible for row in rows),
             "stages failed again and again on the way to one step": any(row.possible == TOO_OFTEN for row in rows),
+            "a step had changed what a rank has no copy of": any(row.possible == LOST for row in rows),
             "no rank is new": not failed,
             "all stages failed together": not healthy,
             "other stages were not inside a step": any(row.place == StepPosition.ELSEWHERE for row in healthy),

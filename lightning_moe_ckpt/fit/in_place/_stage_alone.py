@@ -38,13 +38,12 @@ from lightning_moe_ckpt.coordination import Exchange, Segment
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.fit._run import FitSession
 from lightning_moe_ckpt.fit.in_place import _undo
-from lightning_moe_ckpt.fit.in_place._decision import TOO_OFTEN, Decision, StepPosition, Where
-from lightning_moe_ckpt.fit.in_place._undo import StepUndo
+from lightning_moe_ckpt.fit.in_place._decision import LOST, TOO_OFTEN, Decision, StepPosition, Where
+from lightning_moe_ckpt.fit.in_place._undo import StepUndo, Watch
 from lightning_moe_ckpt.fit.objects._users import MOST_ITEMS_IN_A_STEP
 from lightning_moe_ckpt.journal import capture_rng, restore_rng
 from lightning_moe_ckpt.parallel._groups import is_of_collective
 from lightning_moe_ckpt.parallel._upstream import UpstreamLog
-from lightning_moe_ckpt.snapshot import DataAccess
 
 log = rank_logger(__name__)
 
@@ -69,12 +68,7 @@ class RecoveryState(Enum):
 
 _MOVES = {
     RecoveryState.TRAINING: {RecoveryState.JOINED},
-    RecoveryState.JOINED: {
-        RecoveryState.JOINED,
-        RecoveryState.REPEATING,
-        RecoveryState.WAITING,
-        RecoveryState.TRAINING,
-    },
+    RecoveryState.JOINED: {*RecoveryState},
     RecoveryState.REPEATING: {RecoveryState.JOINED, RecoveryState.TRAINING},
     RecoveryState.WAITING: {RecoveryState.JOINED, RecoveryState.TRAINING},
 }
@@ -213,8 +207,8 @@ class StageAlone:
         self._flags: dict[str, int] = {}
         """Flags on which all ranks agreed at the newest commit."""
         self._attempt: StepUndo | None = None
-        """State held for undoing the newest step."""
-        self._accesses: DataAccess | None = None
+        """State held for undoing the step under way."""
+        self._watch: Watch | None = None
         self._has_said_size = False
         self._tried, self._tries = -1, 0
         """Newest step to which stages began to recover, and how often."""
@@ -223,17 +217,20 @@ class StageAlone:
     def remove(self) -> None:
         """Let the strategy take steps by itself."""
         self._log.keep(keeps=False)
-        if self._accesses is not None:
-            self._accesses.close()
+        if self._watch is not None:
+            self._watch.accesses.close()
         self._strategy.step_guard = None
 
     # -- after all ranks have joined
 
     def decide(self) -> None:
         """Agree on stages to repeat steps after a failure, once groups were made anew; see `Decision`. Collective."""
-        exchange, upstream = Exchange(self._strategy.groups), self._log
-        often = TOO_OFTEN if self._tries >= _MOST_TRIES else 1
-        here = self._here._replace(possible=often if self._permission.given else 0)
+        exchange, upstream, here = Exchange(self._strategy.groups), self._log, self._here
+        may = TOO_OFTEN if self._tries >= _MOST_TRIES else 1
+        if self._attempt is not None and (lost := self._attempt.lost()):
+            log.warning("all stages go back once: %s, of which there is no copy", lost)
+            may = LOST
+        here = here._replace(possible=may if self._permission.given else 0)
         between = upstream.silent or (upstream.apart and here.place == StepPosition.ELSEWHERE)
         is_new = self.run is None or between
         if is_new or not upstream.apart:
@@ -347,9 +344,9 @@ class StageAlone:
         if not self._log.keeps:
             run.together()
             return take()
-        if self._accesses is None:
-            self._accesses = DataAccess(self._module.parameters())
-        attempt = StepUndo(self._trainer, self._module, run, self.batch, self._accesses)
+        if self._watch is None:
+            self._watch = Watch(self._module)
+        attempt = StepUndo(self._trainer, self._module, run, self.batch, self._watch)
         if self._log.apart:
             self._log.settle()  # before entering the next step: neighbours have received this step's values
         self._attempt = attempt
@@ -370,7 +367,7 @@ class StageAlone:
                 run.session.forward_begins(run.sessions.last_step)  # the batch under way is run again
                 self._supervisor.beat(step)
         finally:
-            self._here = self._here._replace(place=StepPosition.ELSEWHERE)
+            self._here, self._attempt = self._here._replace(place=StepPosition.ELSEWHERE), None
 
     def _begin_attempt(self, run: FitSession, step: int) -> None:
         if run.sessions.error is not None:
@@ -408,6 +405,8 @@ class StageAlone:
                 edits,
             )
             self._keep_nothing()
+        if self._attempt is not None:
+            self._attempt.learn()
         try:
             self._flags = agree()
             if self._log.apart:

@@ -11,10 +11,10 @@ that do so themselves, such as `nn.Embedding(max_norm=...)`. `StepUndo.edits` no
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.loggers import Logger
@@ -23,33 +23,71 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.weak import WeakTensorKeyDictionary
 from torchmetrics import Metric
 
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.fit._run import FitSession
 from lightning_moe_ckpt.fit.loggers._metrics import gather_in_stage, hold_metrics, module_metrics
 from lightning_moe_ckpt.fit.loops._trainer import callbacks_of
-from lightning_moe_ckpt.fit.objects._memento import Memento
-from lightning_moe_ckpt.fit.objects._users import MOST_ITEMS_IN_A_STEP, restore_values
+from lightning_moe_ckpt.fit.objects._memento import Memento, is_small
+from lightning_moe_ckpt.fit.objects._users import MOST_ITEMS_IN_A_STEP
 from lightning_moe_ckpt.parallel import stepped_of
 from lightning_moe_ckpt.snapshot import DataAccess, versions
 
 
-class StepUndo:
-    """State that a step may change, held at its begin; `accesses` counts uses of `.data` of the module's parameters."""
+class Watch:
+    """What attempts change, among large buffers and batches: each is copied three times, and then only if it had changed.
 
-    def __init__(
-        self, trainer: Trainer, module: LightningModule, run: FitSession, batch: Any, accesses: DataAccess
-    ) -> None:
-        users = _hold_users(trainer, module)
-        held = Memento([batch, *run.generators()], apart=APART, most_nbytes=sys.maxsize)
+    Without a copy torch's count of changes is trusted; writes through `.data` do not raise the count.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        self.accesses, self._calm_batches = DataAccess(module.parameters()), 0.0
+        self._calm: MutableMapping[Tensor, float] = WeakTensorKeyDictionary()
+        """Attempts that left a large buffer alone, as for batches; -inf once one has not."""
+
+    def hold(self, module: LightningModule, others: Iterable[object]) -> Memento:
+        """Return the memento of buffers and other objects as an attempt begins; a step may replace buffers."""
+        spaces = [each._buffers for each in modules_of(module) if each._buffers]
+        for buffer in (each for space in spaces for each in space.values()):
+            if buffer is not None and not _is_small(buffer):
+                self._calm.setdefault(buffer, 0.0)
+        return Memento([*others, *spaces], apart=APART, copies=self._copies)
+
+    def learn(self, held: Memento) -> None:
+        """Note what a whole attempt has changed since `hold`; small tensors are copied each time."""
+        changed = {
+            id(each): each
+            for each, kept in held.tensors
+            if not _is_small(each) and self._calm.get(each, self._calm_batches) >= 0
+            if not (torch.equal(each, kept.to(each.dtype)) if isinstance(kept, Tensor) else each._version == kept)
+        }
+        self._calm_batches += float("-inf") if any(each not in self._calm for each in changed.values()) else 1
+        for buffer in list(self._calm):
+            self._calm[buffer] += float("-inf") if id(buffer) in changed else 1
+
+    def _copies(self, each: Any) -> bool:
+        if not isinstance(each, Tensor) or each.is_inference():
+            return True
+        return _is_small(each) or (each.layout is torch.strided and self._calm.get(each, self._calm_batches) < 3)
+
+
+class StepUndo:
+    """State that a step may change, held at its begin."""
+
+    def __init__(self, trainer: Trainer, module: LightningModule, run: FitSession, batch: Any, watch: Watch) -> None:
+        users, held = _hold_users(trainer, module), watch.hold(module, [batch, *run.generators()])
         self._put_back = [
-            *(run.hold_attempt(), hold(trainer, module), _hold_buffers(module), held.restore, users.restore),
+            *(run.hold_attempt(), hold(trainer, module), held.restore, users.restore),
             *(each.hold_attempt() for each in callbacks_of(trainer) if hasattr(each, "hold_attempt")),
         ]
+        self.learn = functools.partial(watch.learn, held)
+        """Note what this attempt has changed, at its end."""
+        self._uncopied = [pair for each in (held, users) for pair in each.tensors if isinstance(pair[1], int)]
         self.incomplete = users.incomplete
         """Whether the module has containers not looked into."""
-        self._accesses, self._count = accesses, accesses.count
+        self._accesses, self._count = watch.accesses, watch.accesses.count
         spaces = [part._parameters for part in modules_of(module)]
         self._module, self._weights = module, [each for space in spaces for each in space.values() if each is not None]
         self._versions = versions(self._weights)
@@ -64,15 +102,20 @@ class StepUndo:
         names = (name for name, each in self._module.named_parameters() if id(each) in changed)
         return f"a step changes `{next(names, 'a former weight')}` before the optimizer does" if changed else ""
 
+    def lost(self) -> str:
+        """Return what cannot be undone of the attempt so far; empty if all can."""
+        lost = next((each for each, kept in self._uncopied if each._version != kept), None)
+        return self.edits() or ("" if lost is None else f"a step changes a tensor of shape {tuple(lost.shape)}")
+
     def undo(self) -> None:
         """Restore everything as it was when the step began; may be called repeatedly.
 
         Raises:
-            CheckpointError: weights have changed.
+            CheckpointError: weights have changed, or others of `lost`.
         """
-        if edits := self.edits():
+        if lost := self.lost():
             raise CheckpointError(
-                f"A step that has begun cannot be done again here: {edits}. When this process ends, another one takes its place."
+                f"A step that has begun cannot be done again here: {lost}. When this process ends, another one takes its place."
             )
         for put_back in self._put_back:
             put_back()
@@ -95,22 +138,6 @@ def _unzeroed(trainer: Trainer, weights: Iterable[nn.Parameter]) -> Iterator[tup
             yield weight, None if weight.grad is None else weight.grad.clone()
 
 
-def _hold_buffers(module: LightningModule) -> Callable[[], None]:
-    """Return a function that restores the buffers and their values: a step may replace buffers."""
-    found = [each._buffers for each in modules_of(module) if each._buffers]
-    spaces = [(space, dict(space)) for space in found]
-    held = [(buffer, buffer.clone()) for space in found for buffer in space.values() if buffer is not None]
-
-    def put_back() -> None:
-        for space, items in spaces:
-            space.clear()
-            space.update(items)
-        for buffer, kept in held:
-            restore_values(buffer, kept)
-
-    return put_back
-
-
 def _hold_users(trainer: Trainer, module: LightningModule) -> Memento:
     """Return the memento of random state and of values in the user's attributes, callbacks with hooks in an attempt included.
 
@@ -122,24 +149,15 @@ def _hold_users(trainer: Trainer, module: LightningModule) -> Memento:
     return Memento(values, shallow=[*parts, *hooked], apart=APART, most_items=MOST_ITEMS_IN_A_STEP)
 
 
+_is_small = functools.partial(is_small, most_nbytes=2**16)
 _HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
 """Hooks called inside an attempt."""
 _LIBRARIES = ("lightning", "lightning_moe_ckpt")
 _OF_RESULTS = ("value", "cumulated_batch_size", "_forward_cache", "_update_count", "has_reset", "_computed")
 """Attributes of logged results that change in place."""
 
-APART = (
-    nn.Module,
-    nn.Parameter,
-    Optimizer,
-    Trainer,
-    Strategy,
-    Logger,
-    Callback,
-    LightningDataModule,
-    Dataset,
-    DataLoader,
-)
+APART: tuple[type, ...] = (nn.Module, nn.Parameter, Optimizer, Trainer, Strategy, Logger, Callback)
+APART += (LightningDataModule, Dataset, DataLoader)
 """Types to which a module's attribute may lead without being part of it."""
 
 
@@ -151,11 +169,7 @@ def never_alone(trainer: Trainer, module: LightningModule, own: tuple[type[Callb
         module: the trained module.
         own: callbacks that take part in recoveries.
     """
-    keeps = [
-        type(optimizer).__name__
-        for optimizer in trainer.optimizers
-        if type(optimizer).zero_grad is not Optimizer.zero_grad
-    ]
+    keeps = [type(each).__name__ for each in trainer.optimizers if type(each).zero_grad is not Optimizer.zero_grad]
     kept = [f"gradients that `{name}.zero_grad` leaves would be added up twice" for name in keeps]
     hooks = [] if getattr(trainer.strategy, "localized_recovery", None) else [*_hooks_of(trainer, module)]
     twice = [f"`{hook}` would be called twice in one step, which `localized_recovery=True` allows" for hook in hooks]
@@ -208,9 +222,7 @@ def modules_of(module: nn.Module) -> list[nn.Module]:
 
 def _users_values(part: nn.Module) -> list[object]:
     """Return values of attributes except a metric's states: see `hold_metrics` for these."""
-    left_out: Container[str] = (
-        {*_own_names(), *part._defaults, "_defaults"} if isinstance(part, Metric) else _own_names()
-    )
+    left_out = _own_names() | ({*part._defaults, "_defaults"} if isinstance(part, Metric) else set())
     return [value for name, value in vars(part).items() if name not in left_out]
 
 

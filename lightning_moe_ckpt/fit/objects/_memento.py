@@ -28,12 +28,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.fit.objects._users import GENERATORS, MOST_ITEMS, refill, restore_values, slots_of
 from lightning_moe_ckpt.journal import HeldGenerator, capture_rng, restore_rng
 
-_MOST_NBYTES = 2**20
 _FILLED = (list, bytearray, set, deque)
 """Containers whose items are remembered, besides dictionaries."""
 _OPAQUE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, Enum, PurePath, BaseException)
@@ -45,6 +43,11 @@ _MISSING = object()
 _is_any: Callable[[type, tuple[type, ...]], bool] = lru_cache(maxsize=4096)(issubclass)
 
 
+def is_small(each: Any, most_nbytes: int = 2**20) -> bool:
+    """Return whether a tensor, if dense, or an array is small enough to be copied."""
+    return (not isinstance(each, Tensor) or each.layout is torch.strided) and bool(each.nbytes <= most_nbytes)
+
+
 class Memento:
     """Objects' state at one moment.
 
@@ -54,7 +57,7 @@ class Memento:
         restored: tensors with values restored elsewhere.
         apart: types of objects left alone.
         most_items: longest searched container; of longer containers only the items' identities are remembered.
-        most_nbytes: largest copied tensor or array, in bytes.
+        copies: returns whether a tensor or array is copied; by default those up to 1 MiB.
     """
 
     def __init__(
@@ -65,9 +68,9 @@ class Memento:
         restored: Iterable[Tensor] = (),
         apart: tuple[type, ...] = (),
         most_items: int = MOST_ITEMS,
-        most_nbytes: int = _MOST_NBYTES,
+        copies: Callable[[Any], bool] = is_small,
     ) -> None:
-        self._apart, self._most_items, self._most_nbytes = (*_OPAQUE, *apart), most_items, most_nbytes
+        self._apart, self._most_items, self._copies = (*_OPAQUE, *apart), most_items, copies
         self.incomplete = False
         """Whether there are objects in longer containers, whose content is not remembered."""
         self._restored = {id(tensor): tensor for tensor in restored}
@@ -76,8 +79,8 @@ class Memento:
         self._slots: list[tuple[object, str, object]] = []
         self._containers: list[tuple[Any, list[Any]]] = []
         self._arrays: list[tuple[Any, Any]] = []
-        self._tensors: list[tuple[Tensor, Tensor | int | None]] = []
-        """Tensors, each with a copy, the version of a large tensor, or `None` if restored elsewhere."""
+        self.tensors: list[tuple[Tensor, Tensor | int | None]] = []
+        """Tensors, each with a copy, the version of a tensor not copied, or `None` if restored elsewhere."""
         self._leaves: list[tuple[Tensor, bool, Tensor | None, list[dict[Any, Any] | None]]] = []
         """Tensors with `requires_grad`, gradient and hooks."""
         self._held: dict[str, HeldGenerator] = {}
@@ -101,7 +104,7 @@ class Memento:
             refill(container, was)
         for array, content in self._arrays:
             array[...] = content
-        for tensor, kept in self._tensors:
+        for tensor, kept in self.tensors:
             _restore_tensor(tensor, kept)
         for tensor, trains, gradient, hooks in self._leaves:
             _restore_leaf(tensor, trains, gradient, hooks)
@@ -122,7 +125,7 @@ class Memento:
         if isinstance(each, Tensor):
             self._remember_tensor(each)
         elif isinstance(each, np.ndarray):
-            if each.nbytes <= self._most_nbytes and each.flags.writeable:
+            if each.flags.writeable and self._copies(each):
                 self._arrays.append((each, each.copy()))
         elif isinstance(each, GENERATORS):
             if not isinstance(each, random.SystemRandom):
@@ -167,9 +170,10 @@ class Memento:
             return
         kept: Tensor | int | None = None
         if id(tensor) not in self._restored:
-            small = tensor.nbytes <= self._most_nbytes
-            kept = tensor.detach().clone() if small else None if tensor.is_inference() else tensor._version
-        self._tensors.append((tensor, kept))
+            kept = (
+                tensor.detach().clone() if self._copies(tensor) else None if tensor.is_inference() else tensor._version
+            )
+        self.tensors.append((tensor, kept))
         if tensor.requires_grad or isinstance(tensor, torch.nn.Parameter):
             hooks = [None if (own := getattr(tensor, name)) is None else dict(own) for name in _HOOKS]
             self._leaves.append((tensor, tensor.requires_grad, tensor.grad, hooks))
@@ -186,7 +190,7 @@ def _restore_tensor(tensor: Tensor, kept: Tensor | int | None) -> None:
         restore_values(tensor, kept)
     elif kept is not None and tensor._version != kept:
         raise CheckpointError(
-            f"a tensor of {size_text(tensor.nbytes)} that is no part of the model has changed in training: it cannot be reset in "
+            f"a tensor of shape {tuple(tensor.shape)} that is no part of the model has changed in training: it cannot be reset in "
             "place, only built anew by a whole restart. Make it a buffer."
         )
 
