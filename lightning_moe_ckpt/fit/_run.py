@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from enum import Enum, auto
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -28,7 +29,7 @@ from lightning_moe_ckpt.fit._stops import Stops
 from lightning_moe_ckpt.fit.loaders._loaders import loads_again
 from lightning_moe_ckpt.fit.loggers._once import LogFolders
 from lightning_moe_ckpt.fit.loops import _taps, _trainer
-from lightning_moe_ckpt.fit.objects._memento import Memento
+from lightning_moe_ckpt.fit.objects._memento import Memento, is_small
 from lightning_moe_ckpt.journal import HeldGenerator
 from lightning_moe_ckpt.operators import show_shards
 from lightning_moe_ckpt.policies import Policy
@@ -467,7 +468,9 @@ class FitSession:
         if frozen is None or not frozen.leaves_out:
             return self._outcome.ask(step)
         roots, weights = [batch, *self.generators(), *self._module.buffers()], self._module.parameters()
-        held = Memento(roots, restored=weights, apart=(torch.nn.Module,), most_nbytes=sys.maxsize)
+        held = Memento(
+            roots, restored=weights, apart=(torch.nn.Module,), copies=partial(is_small, most_nbytes=sys.maxsize)
+        )
         put_back, hooked = self.hold_attempt(), frozen.hooked()
         try:
             loss = self._outcome.ask(step, frozen.shown)

@@ -119,7 +119,7 @@ class _Counted(LightningModule):
 
             def changes(gradient: Tensor) -> Tensor:
                 handle.remove()
-                return gradient / gradient.norm()
+                return gradient.div(gradient.norm())
 
             handle = self.model.inner[0].weight.register_hook(changes)  # type: ignore[index, union-attr]
         elif self._asks:
