@@ -37,7 +37,7 @@ from lightning_moe_ckpt.snapshot import DataAccess, versions
 
 
 class Watch:
-    """What attempts change, among large buffers and batches: each is copied three times, and then only if it had changed.
+    """Changes by attempts to large buffers and batches: each is copied three times, and then only if it had changed.
 
     Without a copy torch's count of changes is trusted; writes through `.data` do not raise the count.
     """
@@ -56,7 +56,7 @@ class Watch:
         return Memento([*others, *spaces], apart=APART, copies=self._copies)
 
     def learn(self, held: Memento) -> None:
-        """Note what a whole attempt has changed since `hold`; small tensors are copied each time."""
+        """Note changes by a whole attempt since `hold`; small tensors are copied each time."""
         changed = {
             id(each): each
             for each, kept in held.tensors
@@ -83,7 +83,7 @@ class StepUndo:
             *(each.hold_attempt() for each in callbacks_of(trainer) if hasattr(each, "hold_attempt")),
         ]
         self.learn = functools.partial(watch.learn, held)
-        """Note what this attempt has changed, at its end."""
+        """Call to note this attempt's changes, at its end."""
         self._uncopied = [pair for each in (held, users) for pair in each.tensors if isinstance(pair[1], int)]
         self.incomplete = users.incomplete
         """Whether the module has containers not looked into."""
@@ -103,7 +103,7 @@ class StepUndo:
         return f"a step changes `{next(names, 'a former weight')}` before the optimizer does" if changed else ""
 
     def lost(self) -> str:
-        """Return what cannot be undone of the attempt so far; empty if all can."""
+        """Return a change by the attempt beyond undoing; empty if there is none."""
         lost = next((each for each, kept in self._uncopied if each._version != kept), None)
         return self.edits() or ("" if lost is None else f"a step changes a tensor of shape {tuple(lost.shape)}")
 
