@@ -237,7 +237,7 @@ class SeenGradients(TorchFunctionMode):
         with self:
             return call(*args)
 
-    def ask(self, step: Callable[[], Any], lacking: Collection[int]) -> Any:
+    def ask(self, step: Callable[[], Any], lacking: Collection[int] = ()) -> Any:
         """Run a training step; note parameters for whose gradients it asks autograd.
 
         Raises:
@@ -270,6 +270,10 @@ _LOOKS = frozenset({Tensor.grad.__get__, Tensor._grad.__get__})  # type: ignore[
 _CALLS, _MOST_NAMES = ("post_backward", "_after_closure"), 64  # methods of a plugin that call hooks; names in a journal
 
 
+def _call(step: Callable[[], Any], lacking: Collection[int] = ()) -> Any:
+    return step()
+
+
 class StepOutcome:
     """Results of the step under way beside the state that it leaves, for the journal: norm, overflow flag and losses.
 
@@ -298,6 +302,8 @@ class StepOutcome:
         # No hook comes behind clipping.
         by_value = tap_clipping(self._plugin, self._clip_by_value, "value")
         self._seen, self._hooks = None if watched is None else SeenGradients(watched), hooks
+        self.ask: Callable[..., Any] = _call if self._seen is None else self._seen.ask
+        """Runs a training step, see `SeenGradients.ask`."""
         noted = (
             []
             if self._seen is None or not hooks
@@ -345,10 +351,6 @@ class StepOutcome:
                     "step %d: hooks look at gradients of %s, unlike the original run: frozen ones are zero", step, found
                 )
         return {"step": step, "epoch": epoch, **results}
-
-    def ask(self, step: Callable[[], Any], lacking: Collection[int] = ()) -> Any:
-        """Run a training step as `SeenGradients.ask`."""
-        return step() if self._seen is None else self._seen.ask(step, lacking)
 
     def remove(self) -> None:
         """Restore the precision plugin's own methods."""
