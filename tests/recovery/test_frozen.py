@@ -42,7 +42,7 @@ class _Blocks(nn.Module):
             for _ in range(2)
         )
         if kind == "compiled":
-            for each in self.outer:
+            for each in self.inner:
                 each.compile(backend="aot_eager")
 
     @override
@@ -176,7 +176,9 @@ def _fit(
     seed_everything(3)
     module = _Counted(kind, fails_at, asks=asks)
     callbacks: list[Callback] = (
-        [SparseCheckpoint(str(folder / "run"), window=WINDOW, untouched=["module.*"])] if save else []
+        [SparseCheckpoint(str(folder / "run"), window=WINDOW, planner="algorithm1", untouched=["module.*"])]
+        if save
+        else []
     )
     silent: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
     callbacks += others
@@ -216,8 +218,8 @@ def test_what_is_compiled_computes_everything_and_the_rest_does_not(tmp_path: Pa
     for (name, want), got in zip(alone.named_parameters(), resumed.parameters(), strict=True):
         assert torch.equal(want, got), name
     share = max(1 - resumed.flops[step] / alone.flops[step] for step in resumed.flops)
-    outside = 2 * 48 * 48 + 48 * 64  # of these and 4 * 48 * 192 compiled weights
-    assert 0.02 < share <= outside / (outside + 4 * 48 * 192) / 3
+    outside = 4 * 48 * 192 + 48 * 64  # of these and 2 * 48 * 48 compiled weights
+    assert 0.2 < share <= outside / (outside + 2 * 48 * 48) / 3
 
 
 @pytest.mark.parametrize(("every", "of"), [pytest.param(1, "", marks=pytest.mark.soak), (3, ""), (1, "head")])
@@ -235,7 +237,7 @@ def test_hooks_find_the_gradients_at_which_they_look(every: int, of: str, tmp_pa
     for step in repeated:
         share = 1 - resumed.flops[step] / alone.flops[step]
         seen = (step - 1) % every == 0 and not of
-        assert share == 0 if seen else share > 0.15, f"step {step} leaves out {share}"
+        assert share == 0 if seen else share > 0.1, f"step {step} leaves out {share}"
 
 
 @pytest.mark.parametrize("asks", ["autograd", "a hook"])
