@@ -132,8 +132,7 @@ class _StepRecorder:
                 known[key] = _settings(optimizer, group, kernel if self._repeats_kernels else ""), rounding
             settings, rounding = known[key]
             # A fused kernel rounds the gradients that it unscales only after it has used them.
-            is_other = rounding != self._judged.get(fqn, rounding) or (scaled and param.dtype is torch.bfloat16)
-            self._edited = self._edited or is_other
+            self._edited |= rounding != self._judged.get(fqn, rounding) or (scaled and param.dtype is torch.bfloat16)
             self._consumed[fqn] = _Consumed(param.grad, versions([param.grad])[0], settings)
 
     def _now(self) -> list[int]:
@@ -375,12 +374,12 @@ def _why_not_repeatable(view: StateView, fqn: str, *, exact: bool) -> str:
     if group is None:
         return f"the optimizer is {type(optimizer).__name__}" if view.schema.entries(param) else NOT_TRAINED
     narrow = f"they are {str(param.dtype).removeprefix('torch.')}, and not float32"
-    kernel, is_wide = kernel_of(group, param), param.dtype is torch.float32
+    (kernel, _, is_odd), is_wide = _rounding(group, param), param.dtype is torch.float32
     reasons = {
         f"{type(optimizer).__name__} may round otherwise than torch's Adam and AdamW": type(optimizer)
         not in (Adam, AdamW),
         narrow: not (is_wide or param.dtype is torch.bfloat16),
-        "a learning rate that is a tensor, `capturable` and `differentiable` round otherwise": _is_odd(group),
+        "a learning rate that is a tensor, `capturable` and `differentiable` round otherwise": is_odd,
         "Adam's weight decay rounds bfloat16 by the place in memory": not (
             is_wide or group["fused"] or _is_decoupled(optimizer, group)
         ),
@@ -408,14 +407,11 @@ def kernel_of(group: Mapping[str, Any], param: Tensor) -> str:
     return "" if plain else f"{param.device.type} {form}"
 
 
-def _is_odd(group: Mapping[str, Any]) -> bool:
-    tensors = any(isinstance(value, Tensor) for value in (group["lr"], *group["betas"]))
-    return tensors or bool(group["capturable"] or group["differentiable"])
-
-
 def _rounding(group: Mapping[str, Any], param: Tensor) -> _Rounding:
     """Return the options by which a step is judged; with others it may round otherwise."""
-    return kernel_of(group, param), bool(group["foreach"]), _is_odd(group)
+    is_odd = group["capturable"] or group["differentiable"]
+    is_odd = bool(is_odd) or any(isinstance(value, Tensor) for value in (group["lr"], *group["betas"]))
+    return kernel_of(group, param), bool(group["foreach"]), is_odd
 
 
 def _is_decoupled(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
