@@ -445,8 +445,8 @@ def why_no_deltas(view: StateView, *, every_n_steps: int, exact: bool) -> str | 
     if not kept:
         return f"{type(schema.optimizer).__name__} is not Adam or AdamW, or nothing is trained in float32"
     groups = [group for fqn in kept if (group := schema.adam_group(view.params[fqn])) is not None]
-    foreach_differs = exact and not repeats("cpu plain", "cpu foreach", torch.float32)
-    if exact and any(group["fused"] or (group["foreach"] and foreach_differs) for group in groups):
+    on_cpu = all(view.params[fqn].device.type == "cpu" for fqn in kept)
+    if exact and any(group["fused"] or (group["foreach"] and on_cpu) for group in groups):
         return "an optimizer with fused=True or foreach=True rounds otherwise than its plain form, which is repeated"
     return None
 
