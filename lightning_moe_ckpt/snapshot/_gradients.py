@@ -51,7 +51,6 @@ from lightning_moe_ckpt.tiers import Gradients, PartGradient, StepSettings
 
 log = rank_logger(__name__)
 
-_Rounding = tuple[str, bool, bool]
 NOT_TRAINED = "the optimizer keeps nothing of it"
 
 
@@ -77,7 +76,7 @@ class _StepRecorder:
         self._view = view
         self._consumed: dict[str, _Consumed] = {}
         self._num_steps, self._edited = 0, False
-        self._judged: dict[str, _Rounding] = {}
+        self._judged: dict[str, tuple[str, bool, bool]] = {}
         """Options with which steps were found repeatable, by parameter."""
         self._watch(fqns)
         self._hook = view.schema.optimizer.register_step_post_hook(self._stepped)
@@ -120,7 +119,7 @@ class _StepRecorder:
             return
         if bool(getattr(optimizer, "found_inf", None) or False):  # loss scaling tells a fused kernel to change nothing
             return
-        known: dict[tuple[int, torch.dtype, torch.device], tuple[StepSettings, _Rounding]] = {}
+        known: dict[tuple[int, torch.dtype, torch.device], tuple[StepSettings, tuple[str, bool, bool]]] = {}
         scaled = getattr(optimizer, "grad_scale", None) is not None
         for fqn, param in self._params.items():
             group = self._view.schema.adam_group(param)
@@ -407,11 +406,10 @@ def kernel_of(group: Mapping[str, Any], param: Tensor) -> str:
     return "" if plain else f"{param.device.type} {form}"
 
 
-def _rounding(group: Mapping[str, Any], param: Tensor) -> _Rounding:
+def _rounding(group: Mapping[str, Any], param: Tensor) -> tuple[str, bool, bool]:
     """Return the options by which a step is judged; with others it may round otherwise."""
-    is_odd = group["capturable"] or group["differentiable"]
-    is_odd = bool(is_odd) or any(isinstance(value, Tensor) for value in (group["lr"], *group["betas"]))
-    return kernel_of(group, param), bool(group["foreach"]), is_odd
+    is_odd = any(map(torch.is_tensor, (group["lr"], *group["betas"]))) or group["capturable"] or group["differentiable"]
+    return kernel_of(group, param), bool(group["foreach"]), bool(is_odd)
 
 
 def _is_decoupled(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
