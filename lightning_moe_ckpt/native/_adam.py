@@ -253,7 +253,7 @@ def _pack(step: AdamStep, begin: int) -> _Step:
     )
     gradient = step.gradient
     if isinstance(gradient, QuantizedGradient):
-        packed.kind, packed.values, packed.scale = _INT8, gradient.values.data_ptr(), gradient.scale.data_ptr()
+        packed.kind, packed.values, packed.scale = _INT8, gradient.values.data_ptr() + begin, gradient.scale.data_ptr()
     elif isinstance(gradient, SparseGradient):
         part = gradient.parts[begin // gradient.parts[0].numel]
         packed.kind, packed.tiles = _SPARSE, part.tiles.data_ptr()
@@ -262,8 +262,6 @@ def _pack(step: AdamStep, begin: int) -> _Step:
     else:
         packed.kind = DTYPE_CODES[gradient.dtype]
         packed.values = gradient.data_ptr() + begin * gradient.element_size()
-    if isinstance(gradient, QuantizedGradient):
-        packed.values += begin
     return packed
 
 

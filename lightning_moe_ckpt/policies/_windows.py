@@ -45,7 +45,7 @@ from lightning_moe_ckpt.policies._popularity import Order
 PlannerName = Literal["packed", "algorithm1"]
 OverBudget = Literal["stall", "dense"]
 _MOST_STATES, _MOST_IN_SEARCH, _MOST_ITEMS = 2**17, 2**12, 99
-"""Bounds of exact plans: states for a budget (at most a second on a busy machine), states for each budget tried, and operators; ranks share no clock."""
+"""Bounds of exact plans: states for a budget (0.1 s of a processor), states for each budget tried, and operators; ranks share no clock."""
 Counts = Tensor | Sequence[float]
 Ints = npt.NDArray[np.int64]
 Slots = list[Ints]

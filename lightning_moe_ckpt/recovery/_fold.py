@@ -134,11 +134,8 @@ class ChainRestore:
         """End before the first bad step; each rank has said its bad steps, and why."""
         bad = [(step, f"rank {rank}: {why}") for rank, rows in enumerate(said) for step, why in rows]
         self.reached = min([self.reached, *(step - 1 for step, _ in bad)])
-        self.reasons += [
-            f"step {step} is bad, and what follows on it of no use: {why}"
-            for step, why in bad
-            if step == self.reached + 1
-        ]
+        whys = [why for step, why in bad if step == self.reached + 1]
+        self.reasons += [f"step {self.reached + 1} is bad, and what follows on it of no use: {why}" for why in whys]
 
 
 def restore_chain(attempt: RestoreAttempt, marker: RankMarker) -> tuple[Restored | None, list[str]]:

@@ -51,7 +51,6 @@ from lightning_moe_ckpt.tiers import Gradients, PartGradient, StepSettings
 
 log = rank_logger(__name__)
 
-_Rounding = tuple[str, bool, bool]
 NOT_TRAINED = "the optimizer keeps nothing of it"
 
 
@@ -77,7 +76,7 @@ class _StepRecorder:
         self._view = view
         self._consumed: dict[str, _Consumed] = {}
         self._num_steps, self._edited = 0, False
-        self._judged: dict[str, _Rounding] = {}
+        self._judged: dict[str, tuple[str, bool, bool]] = {}
         """Options with which steps were found repeatable, by parameter."""
         self._watch(fqns)
         self._hook = view.schema.optimizer.register_step_post_hook(self._stepped)
@@ -120,7 +119,7 @@ class _StepRecorder:
             return
         if bool(getattr(optimizer, "found_inf", None) or False):  # loss scaling tells a fused kernel to change nothing
             return
-        known: dict[tuple[int, torch.dtype, torch.device], tuple[StepSettings, _Rounding]] = {}
+        known: dict[tuple[int, torch.dtype, torch.device], tuple[StepSettings, tuple[str, bool, bool]]] = {}
         scaled = getattr(optimizer, "grad_scale", None) is not None
         for fqn, param in self._params.items():
             group = self._view.schema.adam_group(param)
@@ -132,8 +131,7 @@ class _StepRecorder:
                 known[key] = _settings(optimizer, group, kernel if self._repeats_kernels else ""), rounding
             settings, rounding = known[key]
             # A fused kernel rounds the gradients that it unscales only after it has used them.
-            is_other = rounding != self._judged.get(fqn, rounding) or (scaled and param.dtype is torch.bfloat16)
-            self._edited = self._edited or is_other
+            self._edited |= rounding != self._judged.get(fqn, rounding) or (scaled and param.dtype is torch.bfloat16)
             self._consumed[fqn] = _Consumed(param.grad, versions([param.grad])[0], settings)
 
     def _now(self) -> list[int]:
@@ -375,12 +373,12 @@ def _why_not_repeatable(view: StateView, fqn: str, *, exact: bool) -> str:
     if group is None:
         return f"the optimizer is {type(optimizer).__name__}" if view.schema.entries(param) else NOT_TRAINED
     narrow = f"they are {str(param.dtype).removeprefix('torch.')}, and not float32"
-    kernel, is_wide = kernel_of(group, param), param.dtype is torch.float32
+    (kernel, _, is_odd), is_wide = _rounding(group, param), param.dtype is torch.float32
     reasons = {
         f"{type(optimizer).__name__} may round otherwise than torch's Adam and AdamW": type(optimizer)
         not in (Adam, AdamW),
         narrow: not (is_wide or param.dtype is torch.bfloat16),
-        "a learning rate that is a tensor, `capturable` and `differentiable` round otherwise": _is_odd(group),
+        "a learning rate that is a tensor, `capturable` and `differentiable` round otherwise": is_odd,
         "Adam's weight decay rounds bfloat16 by the place in memory": not (
             is_wide or group["fused"] or _is_decoupled(optimizer, group)
         ),
@@ -408,14 +406,10 @@ def kernel_of(group: Mapping[str, Any], param: Tensor) -> str:
     return "" if plain else f"{param.device.type} {form}"
 
 
-def _is_odd(group: Mapping[str, Any]) -> bool:
-    tensors = any(isinstance(value, Tensor) for value in (group["lr"], *group["betas"]))
-    return tensors or bool(group["capturable"] or group["differentiable"])
-
-
-def _rounding(group: Mapping[str, Any], param: Tensor) -> _Rounding:
+def _rounding(group: Mapping[str, Any], param: Tensor) -> tuple[str, bool, bool]:
     """Return the options by which a step is judged; with others it may round otherwise."""
-    return kernel_of(group, param), bool(group["foreach"]), _is_odd(group)
+    is_odd = any(map(torch.is_tensor, (group["lr"], *group["betas"]))) or group["capturable"] or group["differentiable"]
+    return kernel_of(group, param), bool(group["foreach"]), bool(is_odd)
 
 
 def _is_decoupled(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
@@ -449,8 +443,8 @@ def why_no_deltas(view: StateView, *, every_n_steps: int, exact: bool) -> str | 
     if not kept:
         return f"{type(schema.optimizer).__name__} is not Adam or AdamW, or nothing is trained in float32"
     groups = [group for fqn in kept if (group := schema.adam_group(view.params[fqn])) is not None]
-    foreach_differs = exact and not repeats("cpu plain", "cpu foreach", torch.float32)
-    if exact and any(group["fused"] or (group["foreach"] and foreach_differs) for group in groups):
+    on_cpu = all(view.params[fqn].device.type == "cpu" for fqn in kept)
+    if exact and any(group["fused"] or (group["foreach"] and on_cpu) for group in groups):
         return "an optimizer with fused=True or foreach=True rounds otherwise than its plain form, which is repeated"
     return None
 

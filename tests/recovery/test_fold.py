@@ -204,7 +204,7 @@ def test_ranks_agree_on_a_difference_that_does_not_fit(bad: int, monkeypatch: py
         assert torch.equal(state.segment, memory_U8)
 
 
-@pytest.mark.parametrize("numel", [99_999, 100_000, 300_001])
+@pytest.mark.parametrize("numel", [0, 99_999, 100_000, 300_001])
 def test_a_step_of_zeros_is_repeated(numel: int) -> None:
     """Weights decay, and moments go on, although nothing of the gradient is kept."""
     compressed = compress_gradients([torch.zeros(numel)])[0]
