@@ -415,8 +415,8 @@ class FitSession:
             session.give_up(f"the gradient of `{found[0]}` was not known to be kept from step to step")
         session.begin_seal()
 
+    @_taps.unwatched
     @clocked
-    @_taps.unwatched()
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self.trained.may_begin and self._module.automatic_optimization:
             self.before_backward()  # there was no loss

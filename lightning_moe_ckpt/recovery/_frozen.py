@@ -408,7 +408,9 @@ class _RowsProduct(torch.autograd.Function):
         if ctx.needs_input_grad[1 - stack]:
             found[1 - stack] = _multiply(a.mT, gradient, offs) if ctx.first else _multiply(gradient, b.mT, offs)
         if ctx.needs_input_grad[stack]:
-            found[stack] = of_stack = torch.zeros_like(ctx.saved_tensors[stack])
+            found[stack] = of_stack = torch.zeros_like(
+                a if ctx.first else b
+            )  # unpacked once: recomputed activations are
             columns = offs is not None and b.stride(-2) == 1 and b.stride(-1) != 1
             for start, stop in _runs(ctx.active_E):
                 rows, ends = slice(start, stop), None

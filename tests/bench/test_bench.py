@@ -310,8 +310,8 @@ def test_what_is_measured_can_be_chosen() -> None:
     usual = [variant.name for variant in chosen_variants(options)]
     assert usual[:9] == ["none", *(f"{kind}{suffix}" for kind, suffix in _ours())]
     assert {"lightning4", "torch.save4", "dcp4"} <= {*usual[9:]}
-    options.variants = "dense1,dense"
-    with pytest.raises(ConfigurationError, match=r"--variants dense`: there are none, sparse4-memory"):
+    options.variants = "dense1,dens"
+    with pytest.raises(ConfigurationError, match=r"--variants dens`: there are none, sparse4-memory"):
         chosen_variants(options)
 
 

@@ -60,7 +60,7 @@ def test_a_governed_run_ends_the_same_however_often_it_is_killed(
 def test_a_number_of_steps_is_kept_whatever_it_costs(
     campaigns: Campaigns, world_size: int, checkpointing: dict[str, Any], said: str
 ) -> None:
-    """Killed at random times: each restart begins within the number, and the log has another that would cost less."""
+    """Killed at random times: each restart begins within the number, and the log has another that would cost less, if any."""
     draw = random.Random(said + checkpointing["policy"])
     chosen = Checkpointing(target=0.001, **checkpointing)
     setup = Setup(
@@ -76,7 +76,7 @@ def test_a_number_of_steps_is_kept_whatever_it_costs(
         lives = campaigns.run(setup, Kill(phase="forward", batches=30), *kills)
         require_near(lives, chosen)
     assert f"{said} costs " in lives[0].log()
-    assert "of a step; the target is 0.1%; every_n_steps=" in lives[0].log()
+    assert "of training's time; the target is 0.1%; " in lives[0].log()
     assert "they now start every" not in "".join(life.log() for life in lives)
 
 

@@ -230,7 +230,7 @@ def segment() -> Tensor:
     return memory
 
 
-GOOD = {"settings": [], "dtype": "F32", "audit": False, "digest": None}
+GOOD = {"settings": [], "dtype": "F32", "audit": False, "digest": None, "zeros": 0}
 BOMB = b"a quarter of a gibibyte of zeros, which only the tests that inflate it deflate"
 
 

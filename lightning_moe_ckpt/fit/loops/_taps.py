@@ -7,10 +7,9 @@ gradients are clipped. A tap is an instance attribute on one trainer's loops or 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial, wraps
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from lightning.pytorch import Trainer
@@ -202,14 +201,22 @@ def tap_step(trainer: Trainer, around: Callable[..., Any]) -> Callable[[], objec
     return tap(trainer.strategy, "training_step", lambda *args, **kwargs: around(partial(step, *args, **kwargs), args))
 
 
-@contextmanager
-def unwatched() -> Iterator[None]:
-    """Hide looks at gradients from `SeenGradients`."""
-    before, SeenGradients.rests = SeenGradients.rests, True
-    try:
-        yield
-    finally:
-        SeenGradients.rests = before
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
+
+def unwatched(method: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+    """Hide a method's looks at gradients from `SeenGradients`."""
+
+    @wraps(method)
+    def resting(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        before, SeenGradients.rests = SeenGradients.rests, True
+        try:
+            return method(*args, **kwargs)
+        finally:
+            SeenGradients.rests = before
+
+    return resting
 
 
 class LacksGradient(RuntimeError):
@@ -357,7 +364,7 @@ class StepOutcome:
         for undo in self._undo:
             undo()
 
-    @unwatched()
+    @unwatched
     def _clip(self, optimizer: Any, clip_val: float) -> None:
         parameters = [p for p in self._plugin.main_params(optimizer) if p.grad is not None]
         original = None if self._original is None else self._original["grad_norm"]
@@ -368,7 +375,7 @@ class StepOutcome:
                 torch.nn.utils.clip_grads_with_norm_(group, clip_val, norm)
         self._norm = norm
 
-    @unwatched()
+    @unwatched
     def _clip_by_value(self, optimizer: Any, clip_val: float) -> None:
         for group in _by_mesh(self._plugin.main_params(optimizer)):
             torch.nn.utils.clip_grad_value_(group, clip_val)
