@@ -30,7 +30,7 @@ from queue import SimpleQueue
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange
-from lightning_moe_ckpt.errors import Fenced
+from lightning_moe_ckpt.errors import Fenced, StorageError
 from lightning_moe_ckpt.policies import AUDIENCES, Audience
 from lightning_moe_ckpt.process import guard_forks
 from lightning_moe_ckpt.storage import BadCopies, GenerationId, RankMarker, ReferencedEntry, SegmentEntry
@@ -384,7 +384,8 @@ class TierWorker(ABC):
                     self._completed(job)
             self._end(job)
         except BaseException as error:  # thread entry: the session takes it from `take_failures`
-            self._note(job.generation, f"not stored: {error or type(error).__name__}", error)
+            if not (job.abandoned and isinstance(error, StorageError)):  # given up meanwhile, which has its own message
+                self._note(job.generation, f"not stored: {error or type(error).__name__}", error)
             log.debug("%s: %s failed", self.name, job.generation, exc_info=error)
             try:
                 self._end(job)
