@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -30,6 +29,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
+from benchmarks.steps import train_in_ranks
 from lightning_moe_ckpt.benchmarks._benchmark import Progress, table_of
 from lightning_moe_ckpt.benchmarks._fits import (
     StorageGate,
@@ -40,7 +40,6 @@ from lightning_moe_ckpt.benchmarks._fits import (
     quiet_lightning,
 )
 from lightning_moe_ckpt.callbacks import DenseCheckpoint
-from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.native import measure_bandwidth
 from lightning_moe_ckpt.storage import wrapping_backends
 from lightning_moe_ckpt.strategy import MoEStrategy
@@ -148,18 +147,8 @@ def _trained(setting: str, options: SimpleNamespace, *, checkpoints: bool) -> li
         "steps": options.bubble_steps,
     }
     with bench_folders() as (folder, memory):
-        command = [sys.executable, "-m", "lightning_moe_ckpt.cli", "run", "--nproc-per-node", str(SETTINGS[setting])]
-        command += ["--max-failures", "1", "--hang-timeout", "3600"]
-        ended = subprocess.run(  # noqa: S603  # our own command
-            [*command, "-m", __name__, str(folder), str(memory), json.dumps(what)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=_LIMIT_SECONDS,
-            check=False,
-        )
-        if ended.returncode:
-            raise CheckpointError(f"A training in stages failed.\n{ended.stdout}{ended.stderr}"[-4000:])
+        arguments = [str(folder), str(memory), json.dumps(what)]
+        train_in_ranks(__name__, arguments, ranks=SETTINGS[setting], seconds=_LIMIT_SECONDS)
         return [line for rank in range(SETTINGS[setting]) for line in read_lines(folder / f"rank{rank}")]
 
 

@@ -14,8 +14,6 @@ Source: MoEvement (2026), Sec. 5.6 and Table 6.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
+from benchmarks.steps import train_in_ranks
 from lightning_moe_ckpt.benchmarks._fits import (
     BenchModel,
     ModelSize,
@@ -37,7 +36,6 @@ from lightning_moe_ckpt.benchmarks._fits import (
 )
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
-from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.moe import MoELayer
 from lightning_moe_ckpt.strategy import MoEStrategy
 from lightning_moe_ckpt.testing._records import JsonLines, read_lines
@@ -94,17 +92,7 @@ def measure(window: int, size: PipelineSize) -> HostMemory:
     """
     with bench_folders() as (folder, memory):
         what = [str(folder), str(memory), str(window), json.dumps(asdict(size))]
-        command = [sys.executable, "-m", "lightning_moe_ckpt.cli", "run", "--nproc-per-node", str(size.stages)]
-        ended = subprocess.run(  # noqa: S603  # our own command
-            [*command, "-m", __name__, *what],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=_LIMIT_SECONDS,
-            check=False,
-        )
-        if ended.returncode:
-            raise CheckpointError(f"A training in {size.stages} stages failed.\n{ended.stdout}{ended.stderr}"[-4000:])
+        train_in_ranks(__name__, what, ranks=size.stages, seconds=_LIMIT_SECONDS)
         ranks = [HostMemory(**line) for rank in range(size.stages) for line in read_lines(folder / f"rank{rank}")]
     whole = {name: sum(getattr(rank, name) for rank in ranks) for name in HostMemory.__dataclass_fields__}
     return HostMemory(**{**whole, "log_steps": max(rank.log_steps for rank in ranks)})

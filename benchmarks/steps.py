@@ -1,16 +1,39 @@
-"""Lines that trainings write as they go, by the clock that the processes of a machine share."""
+"""Trainings in processes, and lines that they write as they go, by the clock that the processes of a machine share."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.testing._records import JsonLines, Record, read_lines
+
+
+def train_in_ranks(module: str, what: Sequence[str], *, ranks: int, seconds: float) -> None:
+    """Train by `python -m module what` in so many processes, under `moe-ckpt run`, which waits through slow steps.
+
+    Raises:
+        CheckpointError: the training failed; with what it printed.
+    """
+    command = [sys.executable, "-m", "lightning_moe_ckpt.cli", "run", "--nproc-per-node", str(ranks)]
+    ended = subprocess.run(  # noqa: S603  # our own command
+        [*command, "--max-failures", "1", "--hang-timeout", "3600", "-m", module, *what],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+    if ended.returncode:
+        raise CheckpointError(f"A training in {ranks} processes failed.\n{ended.stdout}{ended.stderr}"[-4000:])
 
 
 class StepLines(Callback):

@@ -402,15 +402,13 @@ class _RowsProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        a, b, offs = ctx.saved_tensors
+        a, b, offs = ctx.saved_tensors  # once: recomputed activations are unpacked once
         found: list[Tensor | None] = [None, None]
         stack = 0 if ctx.first else 1
         if ctx.needs_input_grad[1 - stack]:
             found[1 - stack] = _multiply(a.mT, gradient, offs) if ctx.first else _multiply(gradient, b.mT, offs)
         if ctx.needs_input_grad[stack]:
-            found[stack] = of_stack = torch.zeros_like(
-                a if ctx.first else b
-            )  # unpacked once: recomputed activations are
+            found[stack] = of_stack = torch.zeros_like(a if ctx.first else b)
             columns = offs is not None and b.stride(-2) == 1 and b.stride(-1) != 1
             for start, stop in _runs(ctx.active_E):
                 rows, ends = slice(start, stop), None

@@ -10,32 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from door import WriteJob
+from stored._outages import stop_storing_after
 
 from campaign._campaign import Campaigns
 from campaign._nodes import Nodes
 from campaign._training import Checkpointing, Setup, train
-from lightning_moe_ckpt.errors import StorageError
 from lightning_moe_ckpt.storage import RunStore, SegmentEntry
 from lightning_moe_ckpt.testing import Attempt, Kill, Seam
-from lightning_moe_ckpt.tiers import SealedSegment
 from lightning_moe_ckpt.tiers._peer_writer import PeerWorker
 
 SETUP = Setup(model="stacked", world_size=2, expert_parallel=2, batches=6, validate_every=None)
 READ_SECONDS = 12.0
 """Seconds that slow storage takes for one rank's part."""
-
-
-def stop_copying_after(step: int) -> None:
-    """In this process copies to other nodes fail behind the generation of a boundary."""
-    put = PeerWorker._put
-
-    def put_until(worker: PeerWorker, job: WriteJob, segment: SealedSegment) -> list[SegmentEntry]:
-        if job.generation.step > step:
-            raise StorageError("nobody takes copies any more.")
-        return put(worker, job, segment)
-
-    Seam(module=PeerWorker.__module__, attribute="PeerWorker._put", replacement=put_until).apply()
 
 
 def read_slowly() -> None:
@@ -52,7 +38,7 @@ def read_slowly() -> None:
 def train_with_old_copies(nodes: Nodes, setup: Setup, life: Attempt, *, slow: bool) -> Mapping[str, Any]:
     """The first life's copies end with step 4; where storage is slow, it is in the second."""
     if life.index == 0:
-        stop_copying_after(4)
+        stop_storing_after(4, PeerWorker)
     elif slow:
         read_slowly()
     nodes.settle(life)
