@@ -118,9 +118,6 @@ class PersistWorker(TierWorker):
 
     @override
     def give_up(self, generation: GenerationId) -> None:
-        with self._changed:
-            if (job := self._jobs.get(generation)) is not None:
-                job.failed_elsewhere = True
         self.abandon(generation)  # the coordinator may be waiting for a marker that never comes
 
     @override

@@ -116,8 +116,6 @@ class WriteJob:
     on_released: Released | None = field(init=False)
     """Callback still to be called; `None` afterwards."""
     abandoned: bool = False
-    failed_elsewhere: bool = False
-    """Whether another rank has given the generation up, so that this one's end is a failure too."""
     handed_over: int = 0
     num_put: int = 0
     entries: list[SegmentEntry] = field(default_factory=list)
@@ -386,7 +384,9 @@ class TierWorker(ABC):
                     self._completed(job)
             self._end(job)
         except BaseException as error:  # thread entry: the session takes it from `take_failures`
-            if job.failed_elsewhere or not (job.abandoned and isinstance(error, StorageError)):  # training says why
+            if job.abandoned and isinstance(error, StorageError):  # whoever gave it up has said why
+                log.info("%s: %s is not stored: a rank has given it up", self.name, job.generation)
+            else:
                 self._note(job.generation, f"not stored: {error or type(error).__name__}", error)
             log.debug("%s: %s failed", self.name, job.generation, exc_info=error)
             try:

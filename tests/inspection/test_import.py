@@ -5,17 +5,17 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import json
+import multiprocessing
 import re
 import threading
 from collections.abc import Callable
-from datetime import timedelta
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import tiny
 import torch
-from launcher import run_world
 from lightning.pytorch import LightningModule
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -272,31 +272,32 @@ TENSOR, NUMBER = 2**22, 32
 _M_MMAP_THRESHOLD = -3
 
 
-def test_memory_holds_a_part_or_a_shard_or_a_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def memory_of(command: list[str]) -> int:
+    """Run a command in this process, which is fresh: what earlier work has freed would be taken, or given back, unseen."""
+    described = _export._module_of
+    model = HuggingFaceEntry(prefix="", class_name="Toy", config="{}", generation_config=None, tied=())
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**20)  # what is freed goes back at once
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_export, "_module_of", lambda of: dataclasses.replace(described(of), hugging_face=(model,)))
+        assert commands  # imported before memory is looked at
+        with Sampled() as sampled:
+            assert main(command) == 0
+    return sampled.grown
+
+
+def test_memory_holds_a_part_or_a_shard_or_a_tensor(tmp_path: Path) -> None:
     """Of 128 MiB: parts of 8 MiB when they are imported, shards of 8 MiB for Hugging Face, single tensors for DCP."""
     src = hugging_face(tmp_path / "hf", {f"layer.{i}": torch.full((TENSOR // 4,), float(i)) for i in range(NUMBER)})
     url, size = str(tmp_path / "run"), 2 * TENSOR
-    model = HuggingFaceEntry(prefix="", class_name="Toy", config="{}", generation_config=None, tied=())
-    described = _export._module_of
-    monkeypatch.setattr(_export, "_module_of", lambda of: dataclasses.replace(described(of), hugging_face=(model,)))
-    assert commands  # imported before memory is looked at
     lines = {
         "import": ["import", str(src), url, "--part-size", str(size)],
         "huggingface": ["export", url, str(tmp_path / "out"), "--max-shard-size", str(size)],
         "dcp": ["export", url, str(tmp_path / "dcp"), "--format", "dcp"],
     }
-
-    def work(command: list[str]) -> int:
-        heap = ctypes.CDLL(None)
-        heap.mallopt(_M_MMAP_THRESHOLD, 2**20)  # what is freed goes back at once
-        heap.malloc_trim(0)  # else what earlier tests of this process have freed is taken, and nothing grows
-        with Sampled() as sampled:
-            assert main(command) == 0
-        return sampled.grown
-
     most = 0
     for name, line in lines.items():
-        (grown,) = run_world(1, lambda _: work(line), timeout=timedelta(seconds=90), process_group=False)  # noqa: B023
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as fresh:
+            grown = fresh.submit(memory_of, line).result(timeout=90)
         print(f"{name}: {grown / TENSOR:.1f} tensors of {NUMBER}")
         assert grown < 4 * TENSOR
         most = max(most, grown)

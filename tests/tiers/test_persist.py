@@ -229,7 +229,7 @@ def test_nothing_is_completed_by_a_copy_that_is_bad_and_has_no_other(bench: Benc
 
 
 def test_a_generation_that_another_rank_has_given_up_is_not_waited_for(bench: Bench) -> None:
-    """The commit that waits for markers of all ranks ends, and the next generation can be taken."""
+    """The commit that waits for markers of all ranks ends, and the next generation can be taken. Whose fault it was says that rank."""
     waiting = threading.Event()
 
     def commit(own: RankMarker, *, timeout: timedelta, cancelled: Callable[[], bool]) -> None:
@@ -246,7 +246,7 @@ def test_a_generation_that_another_rank_has_given_up_is_not_waited_for(bench: Be
     bench.worker.give_up(generation(1))
     assert bench.worker.drain(30)
     assert bench.worker.gave_up(generation(1))
-    assert bench.failures() == ["step 1 (incarnation 1): not stored: cancelled"]
+    assert bench.failures() == []
 
 
 @pytest.mark.parametrize("call", ["segment 1", "marker 1", "commit 1"])
