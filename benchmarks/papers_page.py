@@ -61,8 +61,15 @@ def with_rows(text: str, rows: Mapping[str, str], figures: Mapping[str, Figure])
         before, _, rest = text.partition(begin)
         table, _, after = rest.partition(_END)
         merged = {**dict(_by_key(table.splitlines())), **rows}
-        keys = [key for key, figure in figures.items() if figure.source.startswith(paper) and key in merged]
-        text = f"{before}{begin}\n\n{_HEAD}" + "".join(f"{merged[key]}\n" for key in keys) + f"\n{_END}{after}"
+        keys = [key for key, figure in figures.items() if figure.source.startswith(paper)]
+        found = "".join(f"{merged[key]}\n" for key in keys if key in merged)
+        missing = ", ".join(f"`{key}`" for key in keys if key not in merged)
+        parts = [
+            f"{_HEAD}{found}" if found else "",
+            f"Not measured yet: {missing}.\n" if missing else "",
+            f"{_END}{after}",
+        ]
+        text = "\n".join([f"{before}{begin}\n", *filter(None, parts)])
     return text
 
 
