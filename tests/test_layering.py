@@ -19,7 +19,7 @@ PACKAGE = "lightning_moe_ckpt"
 # From the bottom up. A part imports only parts of lower levels; parts of one level do not import each other.
 LEVELS = [
     {"errors"},
-    {"_units", "_logging"},
+    {"_units", "_logging", "goodput"},
     {"launch", "native", "metrics", "data", "process", "_cli_options"},
     {"storage", "journal"},
     {"parallel"},
@@ -30,6 +30,7 @@ LEVELS = [
     {"snapshot"},
     {"recovery"},
     {"planning"},
+    {"simulation"},
     {"session"},
     {"inspection"},
     {"fit"},
