@@ -81,16 +81,9 @@ def read_duration(value: object) -> timedelta:
 
 
 def number_of_bytes(owner: object, name: str, value: object, *, also: Sequence[object] = ()) -> Any:
-    """Return the bytes that an argument says, as an integer, or the value itself if it is one of `also`.
-
-    Args:
-        owner: the object whose constructor took the argument.
-        name: name of the argument.
-        value: a whole number, or text such as `400MB` or `1.5 GiB`.
-        also: other values that are allowed.
-
-    Raises:
-        ConfigurationError: it is neither, or less than one byte; the message shows the call.
+    """Return the bytes that an argument of `owner`'s constructor says, a whole number or text such as `400MB` or `1.5
+    GiB`; or the value itself if it is one of `also`. Raises `ConfigurationError` with the call if the value is neither,
+    or below a byte.
     """
     if any(value is each or value == each for each in also) and not isinstance(value, bool):
         return value
@@ -103,15 +96,8 @@ def number_of_bytes(owner: object, name: str, value: object, *, also: Sequence[o
 
 
 def duration(owner: object, name: str, value: object) -> timedelta:
-    """Return the time that an argument says: a `timedelta`, seconds, or text such as `90s` or `10min`.
-
-    Args:
-        owner: the object whose constructor took the argument.
-        name: name of the argument.
-        value: the value that the user gave.
-
-    Raises:
-        ConfigurationError: it is none of these, or negative; the message shows the call.
+    """Return the time that an argument of `owner`'s constructor says: a `timedelta`, seconds, or text such as `90s` or
+    `10min`. Raises `ConfigurationError` with the call for any other value, or a negative time.
     """
     try:
         return read_duration(value)

@@ -425,13 +425,9 @@ def _choices(out: Any) -> Tensor:
 
 
 def reroute(logits_TE: Tensor, idx_TK: Tensor, debtors: Sequence[int], boost: float) -> Tensor:
-    """Return choices with `ceil(boost * n)` more tokens for each debtor than the n that chose it, as far as there are enough.
-
-    Args:
-        logits_TE: scores by which the router chooses; larger is better.
-        idx_TK: int64, the choices, best first. Only a token's last choice is changed, and only once.
-        debtors: experts to get more tokens.
-        boost: additional tokens, as a fraction of n.
+    """Return choices with `ceil(boost * n)` more tokens for each debtor than the n that chose it, as far as there are
+    enough. `logits_TE` are the router's scores, larger is better; `idx_TK`, int64, its choices, best first. Only a
+    token's last choice is changed, and only once.
     """
     scores_TE = logits_TE.float().softmax(dim=-1)
     idx_TK = idx_TK.clone()

@@ -337,12 +337,9 @@ def _changes(stored: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[st
 class BatchLog:
     """Log or digest the batches of the current step; in replay, give the batches of the original step.
 
-    Args:
-        trainer: the trainer whose batches are logged.
-        mode: `log` logs every batch, `reposition` none.
-        keep: whether replay needs batches; false where every snapshot is complete.
-        original: in replay, returns the original batches of the current step; else `None`.
-        compared: returns whether the fetched batch is compared, now or by a later process.
+    With mode `log` every batch is logged, with `reposition` none. `keep` says whether replay needs batches: not where
+    every snapshot is complete. `original` returns, in replay, the original batches of the current step; `compared`
+    whether the fetched batch is compared, now or by a later process.
     """
 
     def __init__(

@@ -46,12 +46,9 @@ OF_OTHERS = ("module", "datamodule", "callback")
 class MovedAttributes:
     """Track changed attributes of one run's user objects; make before hooks of the fit's start run.
 
-    Args:
-        trainer, module: the run's trainer and module.
-        skip: callbacks not the user's.
-        kept: attributes recorded elsewhere, as (module, attribute).
-        most_nbytes, untouched, speaks: see `Values`.
-        carried: entries changed by earlier fits of this process, absent where a later process begins; extended here.
+    Callbacks in `skip` are not the user's, attributes in `kept`, as (module, attribute), are recorded elsewhere.
+    `carried` are entries changed by earlier fits of this process, absent where a later process begins; extended here.
+    For the rest see `Values`.
     """
 
     def __init__(

@@ -70,16 +70,9 @@ class _Use(Enum):
 class BoundaryRecorder:
     """Build boundaries' start halves at moments of the fit loop and, in a resumed run, restore one of them.
 
-    Args:
-        trainer, module: the fit's trainer and its module; the trainer's loops report the moments.
-        skip_callbacks: callbacks without state in the journal (our own).
-        parts: further state of a boundary, by name.
-        trained: state of `requires_grad` and optimizer groups.
-        schema: says what the optimizer keeps beyond records.
-        settings: settings of this start and of the stored run.
-        layers: attributes recorded by one of the parts, as (name of a module, attribute).
-        on_mismatch, among: see `DataRecord`.
-        watched: generators and workers of loaders, watched since `setup`.
+    Callbacks in `skip_callbacks` (our own) have no state in the journal; `parts` are further state of a boundary, by
+    name; `layers` are attributes recorded by one of the parts, as (name of a module, attribute). `watched` are
+    generators and workers of loaders, watched since `setup`. For `on_mismatch` and `among` see `DataRecord`.
     """
 
     def __init__(

@@ -59,14 +59,8 @@ class FitSession:
     """Own one trainer's hooks: what users' objects say goes to `BoundaryRecorder`, tensors to `CheckpointSession`.
 
     `Sessions` owns the `CheckpointSession` in force, which owns plans and tiers; below, `CaptureSession` owns windows.
-
-    Args:
-        config: where checkpoints live and how to resume.
-        policy: the snapshot of each step.
-        trainer, module: as in `on_fit_start`: parameters are on their device and the optimizer exists.
-        own_callbacks: callback classes without state in the journal.
-        watched: see `BoundaryRecorder`.
-        stop_grace, batches, on_change, on_mismatch: see `CheckpointArguments`.
+    Trainer and module are as in `on_fit_start`: parameters are on their device and the optimizer exists. For
+    `stop_grace`, `batches`, `on_change` and `on_mismatch` see `CheckpointArguments`, for `watched` `BoundaryRecorder`.
     """
 
     resumed = False

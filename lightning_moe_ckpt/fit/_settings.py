@@ -146,12 +146,8 @@ def _plain(value: Any) -> Any:
 class Settings:
     """A fit's own settings, the stored run's, and the settings in force; made in `on_fit_start`, before any restore.
 
-    Args:
-        trainer: trainer with the settings.
-        own: callbacks not the user's.
-        on_change: whose optimizer fields and scheduler arguments are used where they differ.
-        logged: whether a replay trains on batches from the journal.
-        replay: returns the replay under way, or `None`.
+    `on_change` says whose optimizer fields and scheduler arguments are used where they differ, `logged` whether a
+    replay trains on batches from the journal; `replay` returns the replay under way, or `None`.
     """
 
     def __init__(

@@ -37,13 +37,11 @@ _FLAG = "stop"
 
 
 class Stops:
-    """Decide whether this fit stops, on all ranks or on none.
+    """Decide whether this fit stops, on all ranks or on none; made in `on_fit_start`, before Lightning installs its
+    handlers.
 
-    Args:
-        trainer: a trainer in `on_fit_start`, before Lightning installs its handlers.
-        grace: longest time from the signal to the process's end.
-        any_rank: returns whether the flag is set on any rank; collective.
-        before_exit: called even if the process has to be ended from outside the main thread.
+    `grace` is the longest time from the signal to the process's end; `any_rank` returns whether the flag is set on any
+    rank, and is collective; `before_exit` is called even if the process has to be ended from outside the main thread.
     """
 
     def __init__(

@@ -24,12 +24,10 @@ _ALIGNMENT = 64
 
 
 class Arrival:
-    """Values whose copies are complete or under way.
+    """Values whose copies are complete or under way; a tensor on the host is its own copy.
 
-    Args:
-        sources: tensors to copy; they are kept alive, so that nothing else gets their memory meanwhile.
-        on_host: the copies; a tensor on the host is its own copy.
-        arrived: events after the copies, one for each device.
+    The sources are kept alive, so that nothing else gets their memory meanwhile. `arrived` are events after the copies,
+    one for each device.
     """
 
     def __init__(self, sources: Sequence[Tensor], on_host: Sequence[Tensor], arrived: Sequence[Any]) -> None:

@@ -80,12 +80,9 @@ _NATIVE_PATH = type(Path())
 
 
 def encode(value: object, on_host: Mapping[int, Tensor] | None = None) -> bytes:
-    """Encode `value`. Raises `CodecError` if a part of `value` is not on the closed list; the message says where it sits and what it is.
-
-    Args:
-        value: the value to encode.
-        on_host: host copies of tensors on a device, by the tensor's `id`. Other tensors are read, which waits for the
-            device.
+    """Encode `value`. Raises `CodecError` if a part of `value` is not on the closed list; the message says where it
+    sits and what it is. `on_host` has host copies of tensors on a device, by the tensor's `id`; others are read, which
+    waits for the device.
     """
     return _Encoder(on_host=on_host).encode(value)
 
@@ -148,10 +145,8 @@ class Constant(dict[str, Any]):
 class _Encoder:
     """Build the text and gather the arrays of one value.
 
-    Args:
-        collect: note refusals and go on, instead of raising the first.
-        devices: devices to note for the tensors, in order; by default the current ones.
-        on_host: see `encode`.
+    With `collect` refusals are noted, instead of raising the first. `devices` are those to note for the tensors, in
+    order; by default the current ones. For `on_host` see `encode`.
     """
 
     def __init__(

@@ -71,14 +71,11 @@ def combine_rows(y_ND: Tensor, slot_N: Tensor, weight_TK: Tensor) -> Tensor:
 def apply_everywhere(
     rows_ND: Tensor, kept_E: Tensor, group: dist.ProcessGroup | None, experts: Callable[[Tensor, list[int]], Tensor]
 ) -> Tensor:
-    """Send rows to their experts' ranks, apply the experts, and return the results in the original order.
+    """Send rows to their experts' ranks, apply the experts, and return the results in the original order. Collective
+    over the expert-parallel `group`; `None` is a world of one.
 
-    Args:
-        rows_ND: rows by global expert.
-        kept_E: number of rows for each.
-        group: the expert-parallel ranks; `None` is a world of one. Collective over it.
-        experts: applies this rank's experts to rows sorted by expert, with the number of rows of each; keeps the shape and the
-            precision, which must be those on all ranks.
+    `rows_ND` are sorted by global expert, `kept_E` of them for each. `experts` applies this rank's experts to rows
+    sorted by expert, with the number of rows of each; shape and precision stay, and must be those on all ranks.
     """
     ep_size = 1 if group is None else group.size()
     arriving_Re = exchange_counts(kept_E, group)
@@ -109,16 +106,11 @@ def expert_group(layer: ExpertParallelModule) -> dist.ProcessGroup | None:
 
 
 def all_to_all_rows(x_ND: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup | None) -> Tensor:
-    """Exchange consecutive rows with the ranks of `group`.
+    """Send `send[r]` consecutive rows to rank r of `group`; return the `receive[r]` rows that arrive from each, by
+    rank. `None` is a world of one and returns `x_ND`.
 
-    If gradients are recorded, the result requires one even if `x_ND` does not: the exchange of gradients is a collective, and every rank
-    must take part even if its parameters are frozen. Return the rows that arrive, by source rank.
-
-    Args:
-        x_ND: rows, those for rank 0 first.
-        send: number of rows for each rank.
-        receive: number of rows from each rank.
-        group: the expert-parallel ranks; `None` is a world of one and returns `x_ND`.
+    If gradients are recorded, the result requires gradients even if `x_ND` does not: the exchange of gradients is a
+    collective, and every rank must take part even if its parameters are frozen.
     """
     anchor = torch.zeros((), device=x_ND.device, requires_grad=True)
     rows_MD: Tensor = _AllToAll.apply(x_ND, anchor, send, receive, group)  # type: ignore[no-untyped-call]

@@ -69,12 +69,9 @@ def _set(owner: object, name: str, value: object) -> Callable[[], None]:
 
 
 def _own_entries(model: nn.Module, state_dict: Mapping[str, Any], weight_mapping: list[Any]) -> dict[str, Any]:
-    """Spread the experts that files have whole, and return the entries without those for other ranks' experts.
-
-    Args:
-        model: model as built by `from_pretrained`, without memory.
-        state_dict: entries by their names in the files: tensors, or handles that read them when indexed.
-        weight_mapping: how transformers makes parameters of entries.
+    """Spread the experts that files have whole, and return the entries without those for other ranks' experts. Entries,
+    by their names in the files, are tensors or handles that read them when indexed; the model, as `from_pretrained`
+    builds it, has no memory yet; `weight_mapping` is how transformers makes parameters of entries.
     """
     entries, num_spread = dict(state_dict), 0
     sources = _sources(model, state_dict, weight_mapping)

@@ -50,12 +50,7 @@ class BubbleFigures:
 
 
 class Bubbles:
-    """Tells a copy engine when bubbles are, and how many bytes to leave for them.
-
-    Args:
-        engine: copies the training state.
-        device: device of training.
-    """
+    """Tells the copy engine of the training state when bubbles are, and how many bytes to leave for them."""
 
     def __init__(self, engine: CopyEngine, device: torch.device) -> None:
         self._engine, self._device, self._figures = engine, device, BubbleFigures()

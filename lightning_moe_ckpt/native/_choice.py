@@ -202,13 +202,7 @@ def cuda_for(use: Use, device: torch.device) -> Library | None:
 
 
 def verdict(use: Use, library: Library, device: torch.device) -> DeviceVerdict:
-    """Check the part on a device, or return the earlier result in this process.
-
-    Args:
-        use: purpose of the part.
-        library: the CUDA part.
-        device: CUDA device with an index.
-    """
+    """Check the part on a CUDA device with an index, or return the earlier result in this process."""
     key = (device.index, use)
     if key not in _verdicts:
         _verdicts[key] = found = _examine(use, library, device)
@@ -309,16 +303,8 @@ CHECKED_NBYTES = sum(4 * form.numel + 4 for form in _FORMS)
 
 
 def check_copies(engine: CopyEngine, on_device: Memory, host: Memory) -> None:
-    """Check that small, strided, converted and large slices arrive as at the fence, and no other byte changes.
-
-    Args:
-        engine: the engine to check.
-        on_device: allocates memory on the engine's device.
-        host: allocates memory on the other side.
-
-    Raises:
-        CheckFailed: some bytes differ from torch's.
-        TimeoutError: the copies did not end.
+    """Check that small, strided, converted and large slices arrive as at the fence, and no other byte changes. Raises
+    `CheckFailed` if bytes differ from torch's, `TimeoutError` if the copies did not end.
     """
     _check_direction(engine, "to the host", on_device, host)
     _check_direction(engine, "to the device", host, on_device)
@@ -393,16 +379,8 @@ _STATE_NUMEL = 4196
 
 
 def check_compression(compress: Compress, device: torch.device, settle: Settle = lambda _: None) -> None:
-    """Check that compressed gradients of every dtype, with NaN, infinity and ties, equal the twins' bytes.
-
-    Args:
-        compress: the function to check; takes gradients on `device`.
-        device: device of the gradients.
-        settle: waits for the device.
-
-    Raises:
-        CheckFailed: the bytes differ.
-        TimeoutError: the device did not finish.
+    """Check that compressed gradients of every dtype on `device`, with NaN, infinity and ties, equal the twins' bytes.
+    Raises `CheckFailed` if they differ, `TimeoutError` if the device, for which `settle` waits, did not finish.
     """
     gradients = list(_gradients())
     wanted = compress_with(None, gradients, _COMPRESSION)
@@ -441,16 +419,8 @@ def _same(one: CompressedGradient, other: CompressedGradient) -> bool:
 
 
 def check_replay(replay: KernelReplay, device: torch.device, settle: Settle = lambda _: None) -> None:
-    """Check that steps of Adam and AdamW from gradients of every form give the same bits as on the CPU.
-
-    Args:
-        replay: the function to check; takes state and gradients on `device`.
-        device: device of state and gradients.
-        settle: waits for the device.
-
-    Raises:
-        CheckFailed: the bits differ.
-        TimeoutError: the device did not finish.
+    """Check that steps of Adam and AdamW from gradients of every form give the same bits on `device` as on the CPU.
+    Raises `CheckFailed` if they differ, `TimeoutError` if the device, for which `settle` waits, did not finish.
     """
     steps = _steps()
     for amsgrad in (False, True):

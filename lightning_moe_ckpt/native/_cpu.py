@@ -129,12 +129,8 @@ def _finish(queue: SimpleQueue[CpuTicket | None], thread: threading.Thread) -> N
 
 
 class CompiledCpuEngine(CompiledEngine):
-    """Copy engine with one thread outside the interpreter, in the order of submission.
-
-    Args:
-        library: the CPU part.
-        arrangement: how lists are cut; a fence does not wait for other whole lists.
-        threads: threads that share one chunk. One thread is right beside training: copies are bound by memory.
+    """Copy engine with one thread outside the interpreter, in the order of submission. A fence does not wait for other
+    whole lists. One chunk may be shared by `threads`; one is right beside training: copies are bound by memory.
     """
 
     def __init__(self, library: Library, arrangement: Arrangement | None = None, *, threads: int = 1) -> None:

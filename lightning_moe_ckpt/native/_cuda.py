@@ -205,13 +205,7 @@ class CudaCopyEngine(CopyEngine):
 
 
 class CompiledCudaEngine(CompiledEngine):
-    """Copy engine with the copy engines of `device`, in the order of submission.
-
-    Args:
-        library: the CUDA part.
-        device: device of the parameters.
-        arrangement: how lists are cut.
-    """
+    """Copy engine with the copy engines of `device`, in the order of submission."""
 
     def __init__(self, library: Library, device: torch.device, arrangement: Arrangement | None = None) -> None:
         self._library, self._device = library, TorchDevice(device)
@@ -431,11 +425,7 @@ _PORTABLE = 1
 
 
 class TorchDevice:
-    """A CUDA device of torch, with its current stream.
-
-    Args:
-        device: CUDA device; without an index, the current one.
-    """
+    """A CUDA device of torch, with its current stream; without an index, the current device."""
 
     def __init__(self, device: torch.device) -> None:
         self.index = device.index if device.index is not None else torch.cuda.current_device()

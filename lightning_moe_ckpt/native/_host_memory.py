@@ -52,15 +52,12 @@ _PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
 class Preparation:
-    """Buffer that a background thread makes ready, step by step.
+    """Uint8 host memory that a background thread makes ready, `step_nbytes` of whole pages at a time; kept alive until
+    the thread has finished.
 
-    Args:
-        buffer: uint8 host memory; kept alive until the thread has finished.
-        node: memory node for the pages; `None` leaves the choice to the kernel.
-        per_step: called on the thread for each range (address, bytes) after its pages are mapped.
-        done: called on the thread when everything is ready.
-        step_nbytes: a range's bytes, whole pages.
-        threads: threads that map a range; by default a share of the cores this process may use.
+    `node` is the memory node for the pages; `None` leaves the choice to the kernel. On the thread `per_step` is called
+    for each range (address, bytes) after its pages are mapped, and `done` at the end. By default a share of the cores
+    that this process may use maps a range.
     """
 
     def __init__(
@@ -122,13 +119,9 @@ class Preparation:
 
 
 class PageLocks:
-    """Page-locked pieces of host memory. They are unlocked before the memory is freed, even without `release`.
-
-    If memory is unmapped first, the driver keeps its address locked, and new memory there cannot be locked.
-
-    Args:
-        buffer: host memory; kept alive until `release`.
-        unlock: unlocks one piece, by its address.
+    """Page-locked pieces of host memory, which is kept alive until `release`. Pieces are unlocked before the memory is
+    freed, even without `release`: if memory is unmapped first, the driver keeps its address locked, and new memory
+    there cannot be locked. `unlock` takes a piece's address.
     """
 
     def __init__(self, buffer: Tensor, unlock: Callable[[int], object]) -> None:
@@ -234,10 +227,8 @@ _SAMPLE = bytes(range(256)) * 4
 
 
 class Ranges:
-    """Ranges of a buffer, in any order; made once for buffers of one layout.
-
-    Args:
-        pairs: first byte of each range, and the byte behind its last; an array has them in columns.
+    """Ranges of a buffer, in any order; made once for buffers of one layout. Each has its first byte and the byte
+    behind its last; an array has them in columns.
     """
 
     def __init__(self, pairs: Iterable[tuple[int, int]] | npt.NDArray[np.int64]) -> None:
@@ -249,14 +240,9 @@ class Ranges:
         return len(self._pairs)
 
     def digest(self, view: memoryview, separator: bytes) -> tuple[bytes | memoryview, str]:
-        """Return the digests of all ranges as text, joined by `separator`, and the whole buffer's digest.
-
-        Args:
-            view: C-contiguous bytes; the caller must not write to them meanwhile.
-            separator: without a zero byte.
-
-        Raises:
-            ValueError: a range is not within the buffer.
+        """Return the digests of all ranges as text, joined by `separator` (without a zero byte), and the whole buffer's
+        digest. The bytes are C-contiguous, and must not be written to meanwhile. Raises `ValueError` if a range is not
+        within the buffer.
         """
         if not ((self._pairs[:, 0] <= self._pairs[:, 1]) & (self._pairs[:, 1] <= view.nbytes)).all():
             raise ValueError(f"`Ranges.digest`: a range is not within the buffer of {view.nbytes} bytes.")

@@ -36,11 +36,8 @@ class NativeError(CheckpointError, RuntimeError):
 
 
 class Library:
-    """One loaded library. Its functions are attributes of this object, by their C names, and raise `NativeError`.
-
-    Args:
-        handle: the loaded library.
-        part: `cpu` or `cuda`.
+    """One loaded library, the part `cpu` or `cuda`. Its functions are attributes of this object, by their C names, and
+    raise `NativeError`.
     """
 
     def __init__(self, handle: ctypes.CDLL, part: LibraryPart) -> None:

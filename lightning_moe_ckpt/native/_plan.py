@@ -76,13 +76,7 @@ class Arrangement:
 
 
 class CopyPlan:
-    """Slices that the library has arranged.
-
-    Args:
-        library: the loaded part.
-        slices: slices from `slices_of`.
-        arrangement: how to cut them.
-    """
+    """Slices, from `slices_of`, that the library has arranged."""
 
     def __init__(self, library: Library, slices: Slices, arrangement: Arrangement) -> None:
         self._library, self._part = library, library.part
@@ -225,14 +219,11 @@ def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
 
 
 def slices_of(copies: CopyList, space_of: Callable[[Tensor], Space] | None = None) -> Slices | None:
-    """Return the pairs as slices; `None` if some pair has no such form.
+    """Return the pairs as slices; `None` if some pair has no such form. `space_of` returns the kind of a tensor's
+    memory; unset if all memory is on the host.
 
     Built-in functions read addresses and sizes without an object per pair: such objects would trigger the garbage
     collector, and its pass over all of torch's objects takes longer than all of this.
-
-    Args:
-        copies: the pairs to copy.
-        space_of: returns the kind of a tensor's memory; unset if all memory is on the host.
     """
     sources, destinations = copies.sides()
     casts = _column(map(_cast, map(_DTYPE, sources), map(_DTYPE, destinations)), np.int32)
@@ -258,12 +249,8 @@ def slices_of(copies: CopyList, space_of: Callable[[Tensor], Space] | None = Non
 def slices_of_table(
     table: CopyTable, block_U8: Tensor, space_of: Callable[[Tensor], Space] | None = None
 ) -> Slices | None:
-    """Return the rows as slices whose destinations are offsets; `None` if torch has to make a copy.
-
-    Args:
-        table: rows to copy.
-        block_U8: a block to copy into; other blocks are memory of the same kind.
-        space_of: returns the kind of a tensor's memory; unset if all memory is on the host.
+    """Return the rows as slices whose destinations are offsets in `block_U8`, or in other blocks of the same kind of
+    memory; `None` if torch has to make a copy. For `space_of` see `slices_of`.
     """
     sources, source = table.sources, table.source
     codes = {dtype: code for code, dtype in enumerate(dict.fromkeys(map(_DTYPE, sources)))}

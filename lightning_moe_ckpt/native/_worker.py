@@ -44,11 +44,8 @@ _left: dict[int, list[CompiledTicket]] = {}
 
 
 class Worker:
-    """Library's thread behind an engine; belongs to the process that made it.
-
-    Args:
-        library: a loaded part.
-        arguments: arguments of the library's function to make the engine.
+    """Library's thread behind an engine; belongs to the process that made it. `arguments` are those of the library's
+    function to make the engine.
     """
 
     def __init__(self, library: Library, *arguments: int) -> None:

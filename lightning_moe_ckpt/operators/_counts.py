@@ -40,16 +40,12 @@ Measure = Literal["tokens", "probabilities", "capacity"]
 
 
 class LoadCounter:
-    """Count of the tokens that this rank sends to each expert.
+    """Count, or another `measure`, of the tokens that this rank sends to each expert; hooks are on the model while
+    installed.
 
     The vector of counts has one entry per expert of each layer, also for experts on other ranks, in the order of
-    `OperatorSet.layers`; `OperatorSet.count_offsets` has each layer's begin. Its sum over ranks with different tokens is the same
-    everywhere.
-
-    Args:
-        operators: operators of `module`.
-        module: the model; hooks are registered on its modules while installed.
-        measure: quantity to add up.
+    `OperatorSet.layers`; `OperatorSet.count_offsets` has each layer's begin. Its sum over ranks with different tokens
+    is the same everywhere.
     """
 
     def __init__(self, operators: OperatorSet, module: nn.Module, measure: Measure = "tokens") -> None:
@@ -203,13 +199,9 @@ class CountProbe:
 
 
 def prove_counts(module: nn.Module, step: Callable[[], object], operators: OperatorSet | None = None) -> None:
-    """Prove with one step that experts process the counted tokens. Raises `WrongCounts` if counts are wrong, or a layer got no token; the
+    """Prove with one step of a model in training mode that experts process the counted tokens. `step` runs forward and
+    backward on a batch, but no optimizer. Raises `WrongCounts` if counts are wrong, or a layer got no token; the
     message names the layer and the reason.
-
-    Args:
-        module: the model, in training mode.
-        step: runs forward and backward on a batch, but no optimizer.
-        operators: operators of `module`; `None` to discover them.
     """
     probe = CountProbe(operators if operators is not None else discover(module), module)
     module.zero_grad()

@@ -199,12 +199,8 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 class Placement:
-    """Assigns slices to operators: the constructor places layers, `place_rest` the rest, `operators` returns all. Raises `UnknownLayout` if
-    two adapters claim one parameter, or an adapter names an absent parameter.
-
-    Args:
-        index: all parameters.
-        layers: MoE layers found in the model.
+    """Assigns slices to operators: the constructor places layers, `place_rest` the rest, `operators` returns all.
+    Raises `UnknownLayout` if two adapters claim one parameter, or an adapter names an absent parameter.
     """
 
     def __init__(self, index: ParameterIndex, layers: Iterable[MoELayerSpec]) -> None:

@@ -57,14 +57,12 @@ class StateSchema:
         mixed: bool = False,
         default_dtype: torch.dtype | None = None,
     ) -> StateSchema:
-        """Return the schema of a torch optimizer. Raises `UnsupportedOptimizer` if its state cannot be captured exactly; the message says
-        why.
+        """Return the schema of a torch optimizer; the state of a class without a table is found out with a copy. Raises
+        `UnsupportedOptimizer` if the state cannot be captured exactly; the message says why.
 
-        Args:
-            optimizer: of any class; the state of one without a table is found out with a copy.
-            in_parts: whether parts of the state may be restored from different steps; classes without a table are tried then.
-            mixed: whether training may go on from parts of different steps.
-            default_dtype: torch's default type where the optimizer steps; `None` for what it is now.
+        `in_parts` says whether parts of the state may be restored from different steps (classes without a table are
+        tried then), and `mixed` whether training may go on from such parts. `default_dtype` is torch's default type
+        where the optimizer steps; `None` for what it is now.
         """
         layout, default = layout_of(optimizer), default_dtype or torch.get_default_dtype()
         if layout is not None:

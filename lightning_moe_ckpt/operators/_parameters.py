@@ -178,15 +178,12 @@ _METADATA_ONLY = frozenset(
 
 
 class ComputeDtypeProbe(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves these untyped
-    """Context manager that watches operations; evidence of several iterations adds up.
+    """Context manager that watches operations under mixed precision; evidence of several iterations adds up. Without an
+    `autocast_dtype` (`torch.bfloat16` or `torch.float16`) nothing is watched.
 
     Every operation is called unchanged: results, RNG and counters stay the same. Pause the probe around code that reads
-    parameters outside of forward and backward: the optimizer step, snapshots, logging of weights.
-
-    Args:
-        module: the model. Parameters are looked up again whenever recording starts.
-        autocast_dtype: `torch.bfloat16` or `torch.float16` under mixed precision; `None` without autocast, then
-            nothing is watched.
+    parameters outside of forward and backward: the optimizer step, snapshots, logging of weights. Parameters are looked
+    up again whenever recording starts.
     """
 
     def __init__(self, module: nn.Module, autocast_dtype: torch.dtype | None) -> None:

@@ -39,12 +39,9 @@ class BucketLayout:
 
 
 def plan_buckets(numels: Mapping[str, int], *, bucket_numel: int, multiple: int) -> BucketLayout:
-    """Lay out parameters given in order of registration. Return the layout; the vector is padded to a multiple of `multiple`.
-
-    Args:
-        numels: elements per parameter.
-        bucket_numel: elements per bucket, before rounding.
-        multiple: the group's size; bucket sizes are multiples of it, so that chunks are equal.
+    """Lay out parameters, given by their elements in order of registration, in buckets of `bucket_numel` elements
+    before rounding. Bucket sizes, and the padded vector, are multiples of `multiple`, the group's size, so that chunks
+    are equal.
     """
     bucket_numel = _round_up(max(bucket_numel, 1), multiple)
     slots: dict[str, BucketSlot] = {}

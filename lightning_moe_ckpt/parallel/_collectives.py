@@ -70,14 +70,8 @@ def is_same_sum(dtype: torch.dtype, group: dist.ProcessGroup) -> bool:
 def ordered_reduce_scatter(
     flat: Tensor, own_C: Tensor, group: dist.ProcessGroup, *, divisor: int, scratch: Tensor
 ) -> Tensor:
-    """Sum like `ordered_all_reduce`, but give each rank its row of `flat` only. Collective.
-
-    Args:
-        flat: a row of C elements per rank, contiguous, one-dimensional.
-        own_C: receives this rank's row; returned.
-        group: the ranks to sum over.
-        divisor: applied to the sum before rounding.
-        scratch: memory of the same dtype, at least as long as `flat`.
+    """Sum like `ordered_all_reduce`, but give each rank its row of `flat` only: `own_C`, which is returned. Collective.
+    `flat` has a row of C elements per rank, and `scratch`, of the same dtype, is at least as long.
     """
     received = scratch[: flat.numel()]
     dist.all_to_all_single(_as_bytes(received), _as_bytes(flat), group=group)
@@ -162,13 +156,9 @@ def ordered_hook(state: OrderedHookState, bucket: GradBucket) -> Future[Tensor]:
 def broadcast_tensors(
     tensors: Iterable[Tensor], group: dist.ProcessGroup, src: int, *, message_nbytes: int = 64 * 2**20
 ) -> None:
-    """Overwrite `tensors` with those of global rank `src`, in place. Collective; same shapes and order on all ranks.
-
-    Args:
-        tensors: tensors of any dtypes and devices.
-        group: the participating ranks.
-        src: global rank of the source, a member of `group`.
-        message_nbytes: most bytes gathered into one message; a larger tensor is sent alone.
+    """Overwrite `tensors`, of any dtypes and devices, with those of global rank `src`, in place. Collective; same
+    shapes and order on all ranks. At most `message_nbytes` are gathered into one message; a larger tensor is sent
+    alone.
     """
     is_source = dist.get_rank() == src
     with torch.no_grad():
@@ -224,15 +214,9 @@ class CollectiveQueue:
         return type(self), ()
 
     def submit(self, work: Work, device: torch.device, after: Iterable[torch.cuda.Stream] = ()) -> Future[Tensor]:
-        """Queue `work`. The caller leaves the memory that `work` reads and writes alone until the future is done.
-
-        Args:
-            work: function to run.
-            device: device of that memory.
-            after: streams that have written there, besides the current one.
-
-        Returns:
-            A future of the result. Its `wait` raises the exception of `work`.
+        """Queue `work`; return a future of its result, whose `wait` raises its exception. The caller leaves the memory
+        that `work` reads and writes, on `device`, alone until the future is done. `after` are streams that have written
+        there, besides the current one.
         """
         if device.type == "cuda":
             return self._enqueue_on_stream(work, device, after)

@@ -79,13 +79,10 @@ _SILENCE_SECONDS = 120.0
 
 
 class GroupAbort:
-    """Context for making process groups, and the means to break them.
+    """Context for making process groups, of at most `world_size` ranks, and the means to break them.
 
-    Enter it once, in the thread that makes the groups. Open the store's connection inside too: then waiting for a peer's
-    address can be broken. Other sockets that this process opens meanwhile count as the groups' own.
-
-    Args:
-        world_size: ranks of the largest group.
+    Enter it once, in the thread that makes the groups. Open the store's connection inside too: then waiting for a
+    peer's address can be broken. Other sockets that this process opens meanwhile count as the groups' own.
     """
 
     _newest: ClassVar[GroupAbort | None] = None
@@ -260,13 +257,12 @@ _LAZY = "TORCH_GLOO_LAZY_INIT"
 
 @contextmanager
 def closed_listeners(*, open_ports: Collection[int] = (), lazily: bool = False) -> Iterator[None]:
-    """Close the listening sockets of every gloo group made in this context, on this rank, and limit its connections' silence.
+    """Close the listening sockets of every gloo group made in this context, on this rank, and limit its connections'
+    silence.
 
-    Groups listen at an address of this node that other nodes reach.
-
-    Args:
-        open_ports: ports that stay open, such as a store's, which ranks join later.
-        lazily: whether pairs of these groups connect on first use, as with `TORCH_GLOO_LAZY_INIT`: then the sockets stay open.
+    Groups listen at an address of this node that other nodes reach. Ports in `open_ports` stay open, such as a store's,
+    which ranks join later; with `lazily`, as with `TORCH_GLOO_LAZY_INIT`, pairs connect on first use, and all stay
+    open.
     """
     choose_interface()
     before, connected, given = set(listening()), _connected(), os.environ.get(_LAZY)

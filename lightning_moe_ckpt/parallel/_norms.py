@@ -43,11 +43,8 @@ def block_numel(numel: int) -> int:
 
 
 def pieces(numel: int, parts: int) -> list[tuple[int, int]]:
-    """Return flat intervals of a parameter, one per owner, that are cut between blocks. The last may be shorter than its blocks.
-
-    Args:
-        numel: elements of the whole parameter.
-        parts: owners, at least one. All have equally many blocks, but for the last with any, which may have fewer.
+    """Return flat intervals of a parameter, one per owner, that are cut between blocks. All have equally many blocks,
+    but for the last with any, which may have fewer, and whose last block may be shorter.
     """
     return list(pairwise(_cut(numel, parts, part) for part in range(parts + 1)))
 

@@ -105,10 +105,8 @@ class _Given:
 
 
 class UpstreamLog:
-    """One rank's log of crossings, and the source of steps while its stage repeats them.
-
-    Args:
-        limit_nbytes: limit of the log in bytes; the caller of `keep` enforces it.
+    """One rank's log of crossings, and the source of steps while its stage repeats them. The caller of `keep` enforces
+    `limit_nbytes`.
     """
 
     def __init__(self, limit_nbytes: int = 2**30) -> None:
@@ -260,15 +258,11 @@ class UpstreamLog:
     def repeat(
         self, first: int, answers: Sequence[list[Any]], before: Sequence[Any] | None, behind: Sequence[Any] | None
     ) -> None:
-        """Set the source of repeated steps.
+        """Set the source of repeated steps: from `first` on, the answers of each step, from `given_for` on any rank of
+        the pipeline.
 
-        Args:
-            first: first step to repeat.
-            answers: answers of each step, from `given_for` on any rank of the pipeline.
-            before: results of `given_for` for each step, from the rank in the stage before; `None` for the first stage, and
-                if the stage before repeats steps too.
-            behind: results of `given_for` from the rank in the stage behind; `None` for the last stage, and if the stage
-                behind repeats steps too.
+        `before` and `behind` have the results of `given_for` for each step from the ranks in the neighbouring stages;
+        `None` where there is no such stage, and if that stage repeats steps too.
         """
         self.silence()
         empty: list[list[Any]] = [[[], {"down": [], "up": []}, {"down": [], "up": []}]] * len(answers)

@@ -68,11 +68,8 @@ class OperatorSizes:
 class PlanMaker:
     """Maker of plans, from a policy's inputs to every byte's place; one plan at a time is made beside training.
 
-    Args:
-        policy: the checkpoint policy.
-        view: live state, operators not split.
-        groups: this rank's place.
-        experts: layouts of the experts whose tokens are counted, by layer; empty if none are.
+    The view's operators are not split. `experts` are layouts of the experts whose tokens are counted, by layer; empty
+    if none are.
     """
 
     def __init__(

@@ -170,11 +170,8 @@ class Budgets:
         self.in_force = dict(zip(self._config, map(min, zip(*rows, strict=True)), strict=True))
 
     def renewed(self, rows: Sequence[Sequence[int]], before: int) -> bool:
-        """Take every rank's present budget; return whether it differs from the plan's by more than noise.
-
-        Args:
-            rows: each rank's `window_inputs`.
-            before: bytes of the plan in force; 0 for a plan without budget.
+        """Take every rank's `window_inputs`; return whether the present budget differs by more than noise from the
+        bytes of the plan in force, `before` (0 for a plan without budget).
         """
         found = [min(column) for column in zip(*rows, strict=True)]
         if not found or 0 in found:

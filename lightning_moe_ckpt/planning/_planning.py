@@ -49,21 +49,13 @@ class FirstPlan:
 
 
 class Planner:
-    """Decide when a new plan is due and make it.
+    """Decide when a new plan is due and make it. Raises `ConfigurationError` if the policy cannot plan over the model's
+    operators.
 
-    Args:
-        policy: the checkpoint policy.
-        view: live state, operators not split.
-        groups, exchange: of this rank; between all ranks.
-        module: the model, in which the policy's needs are measured.
-        autocast_dtype: low precision under autocast, `None` without.
-        may_probe: whether the first steps may run under probes that later steps lack. Without probes, parameters are
-            stored in their own precision, and token counts are believed unless restores depend on them.
-        constants: constants of an earlier planner; found in the view if `None`.
-        consumed: precisions of parameters where no step will show them.
-
-    Raises:
-        ConfigurationError: the policy cannot plan over the model's operators.
+    The view's operators are not split; `exchange` is between all ranks. `may_probe` says whether the first steps may
+    run under probes that later steps lack; without, parameters are stored in their own precision, and token counts are
+    believed unless restores depend on them. `constants` are those of an earlier planner, found in the view if `None`;
+    `consumed` are precisions of parameters where no step will show them.
     """
 
     def __init__(
@@ -125,11 +117,8 @@ class Planner:
     ) -> Planner:
         """Settle constants, and return the planner to use: a new one if other layers' experts train now. Collective.
 
-        Args:
-            store: of the run.
-            generation: name for this incarnation's constants.
-            resumed: policy of the resumed generation; `None` for a new run.
-            load: see `Constants.settle`.
+        `generation` is the name for this incarnation's constants, `resumed` the policy of the resumed generation;
+        `None` for a new run. For `load` see `Constants.settle`.
         """
         self.constants.settle(store, generation, resumed, self._stages.everyone, load=load)
         if self._view.operators.layers == self._layers:

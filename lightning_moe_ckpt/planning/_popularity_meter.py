@@ -44,12 +44,9 @@ class StepFollower:
         """Start, before the first step."""
 
     def batch_begins(self, *, replaying: bool, planned: bool, last_step: int | None) -> None:
-        """A batch is about to run forward and backward.
-
-        Args:
-            replaying: whether the batch repeats a step of a window.
-            planned: whether a plan is in force, or measurements for the first plan have ended.
-            last_step: planned last step of training, if any.
+        """A batch is about to run forward and backward. `replaying` says whether the batch repeats a step of a window,
+        `planned` whether a plan is in force, or measurements for the first plan have ended. `last_step` is the planned
+        end of training, if any.
         """
 
     def before_step(self) -> None:
@@ -197,14 +194,8 @@ class PopularityMeter(CaptureOrder):
 
     @override
     def restore(self, state: Mapping[str, Any], in_force: Sequence[float] | None) -> list[float] | None:
-        """Go on from a state.
-
-        Args:
-            state: entry of the boundary that this incarnation starts from.
-            in_force: popularity of the adopted plan, if any.
-
-        Returns:
-            The popularity of a newer plan, if one was under way.
+        """Go on from the entry of the boundary that this incarnation starts from, with the popularity of the adopted
+        plan, if any. Return the popularity of a newer plan, if one was under way.
         """
         if not self.restore_measure(state):
             log.info("popularity is measured otherwise than by the run before: it starts anew")

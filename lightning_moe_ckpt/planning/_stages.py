@@ -19,12 +19,8 @@ from lightning_moe_ckpt.snapshot import PlanRecord, StateView, WindowLayout, den
 
 
 class StagePlans:
-    """Plan of this rank's stage among all stages' plans. Construction is collective.
-
-    Args:
-        view: live state, operators not split.
-        groups: this rank's place.
-        everyone: between all ranks.
+    """Plan of this rank's stage among all stages' plans. Construction is collective. The view's operators are not
+    split.
     """
 
     def __init__(self, view: StateView, groups: ParallelGroups, everyone: Exchange) -> None:
@@ -53,11 +49,8 @@ class StagePlans:
         return replace(record, plan=record.plan.restricted(set(all_names(view.operators))), stages=())
 
     def joined(self, layout: WindowLayout | None, in_force: WindowLayout | None) -> PlanRecord | None:
-        """Return the plan of all stages; `None` if no stage has a new plan. Collective.
-
-        Args:
-            layout: layout of this stage's new plan; `None` to keep the plan in force.
-            in_force: layout of all stages' plan; `None` before the first.
+        """Return the plan of all stages; `None` if no stage has a new plan. Collective. `layout` is this stage's new
+        plan, `None` to keep the plan in force; `in_force` that of all stages, `None` before the first.
         """
         if not any(self._told(layout is not None)):
             return None

@@ -95,13 +95,8 @@ class ExpertTable(ExpertLayout):
             raise ValueError(f"`ExpertTable(layer={self.layer!r})` needs {self.num_experts} entries in every row.")
 
     def due_age(self, level: str, ages: Sequence[int], expert: int, respite: int) -> int:
-        """Return the age by which an expert's turn comes; an expert that a level may drop gets `respite` generations more.
-
-        Args:
-            level: level of the copies.
-            ages: by expert.
-            expert: index of the expert.
-            respite: generations.
+        """Return the age by which an expert's turn comes; an expert that a level may drop gets `respite` generations
+        more.
         """
         rows = self.stored.get(level)
         return ages[expert] - respite if rows is not None and rows[expert] else ages[expert]
@@ -233,13 +228,9 @@ def first(experts: Iterable[int], number: int, order: SortKey) -> list[int]:
 
 
 def overdue(ages: Sequence[int], costs: Sequence[int], *, limit: int, rate: Fraction | int) -> int:
-    """Return how many of the oldest experts must be taken now so that none gets older than `limit`.
-
-    Args:
-        ages: ages of experts in competition for the same places, oldest first.
-        costs: each expert's part of a generation.
-        limit: the largest age at which an expert may be taken.
-        rate: capacity of each later generation.
+    """Return how many of the oldest experts must be taken now so that none gets older than `limit`, the largest age at
+    which experts may be taken. Ages are of experts in competition for the same places, oldest first; costs are each
+    expert's part of a generation, and `rate` the capacity of each later generation.
     """
     behind: Fraction | int = 0
     total = 0
@@ -259,12 +250,8 @@ def jitter(index: int, most: int) -> int:
 
 
 def balanced(layers: Sequence[Urgency], positions: Sequence[Sequence[int]], numbers: Sequence[int]) -> list[list[int]]:
-    """Return the chosen experts, by layer.
-
-    Args:
-        layers: available experts of each layer.
-        positions: position of each expert, by layer.
-        numbers: experts to take of each layer, if there are as many.
+    """Return the chosen experts, by layer: `numbers` of each layer, if as many are available. `positions` has the
+    position of each expert, by layer.
     """
     wanted = [min(number, len(layer)) for layer, number in zip(layers, numbers, strict=True)]
     choice = _Choice(layers, positions, sum(wanted))

@@ -387,12 +387,9 @@ class _Turn:
 
 
 def spread(number: int, rooms: Sequence[int], *, start: int) -> list[int]:
-    """Return the number of experts from each position: equally many, give or take one, as far as positions have room.
-
-    Args:
-        number: experts to take in all, if there are as many.
-        rooms: most experts of each position.
-        start: the position, modulo their number, from which on positions give one more.
+    """Return the number of experts from each position: equally many, give or take one, as far as positions have
+    `rooms`; `number` in all, if there are as many. Positions give one more from position `start`, modulo their number,
+    on.
     """
     given = [0] * len(rooms)
     left, turn = min(number, sum(rooms)), start % len(rooms)

@@ -162,12 +162,8 @@ class Policy(ABC):
 
     @abstractmethod
     def due(self, step: int, last: int | None, interval_steps: int) -> bool:
-        """Return whether a window should start at boundary `step`.
-
-        Args:
-            step: the boundary.
-            last: start of this incarnation's newest window, if any.
-            interval_steps: of the plan in force.
+        """Return whether a window should start at boundary `step`, after this incarnation's newest window at `last`, if
+        any.
         """
 
     @abstractmethod
@@ -258,13 +254,9 @@ class ExpertPolicy(PeriodicPolicy):
 
     @abstractmethod
     def select(self, index: int, tables: Sequence[ExpertTable], budgets: Mapping[str, int]) -> Selection:
-        """Return the experts that generation `index` takes.
-
-        Args:
-            index: generations of this run before this one.
-            tables: one per MoE layer, in the order of the model.
-            budgets: by level, bytes of experts that one generation may take from one position. Policies that count
-                experts ignore them.
+        """Return the experts that generation `index` of this run takes. Tables are one per MoE layer, in the order of
+        the model; budgets, by level, bytes of experts that one generation may take from one position. Policies that
+        count experts ignore them.
         """
 
     @abstractmethod

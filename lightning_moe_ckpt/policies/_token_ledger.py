@@ -107,13 +107,8 @@ class TokenLedger:
     def add(
         self, tokens_E: Tensor, dropped_L: Tensor | None = None, *, steps: int = 0, steps_left: int = 0
     ) -> TokenLedger:
-        """Count processed and dropped tokens, on all ranks together.
-
-        Args:
-            tokens_E: int64, tokens that experts have processed.
-            dropped_L: int64, tokens that layers have dropped over capacity.
-            steps: optimizer steps of these tokens.
-            steps_left: planned steps after them; 0 if unknown.
+        """Count tokens that experts have processed and layers have dropped over capacity (int64), on all ranks
+        together, in so many optimizer steps. `steps_left` are planned steps after them; 0 if unknown.
         """
         tokens_E = tokens_E.to(self.alive)
         return replace(
@@ -155,16 +150,12 @@ class TokenLedger:
     def restore(
         self, alive_E: Tensor, step_E: Tensor, read_from: Mapping[str, Tensor] | None = None
     ) -> tuple[TokenLedger, Tensor]:
-        """Return the ledger after a recovery, from the ledger in the restored generation's journal.
+        """Return the ledger after a recovery, from the ledger in the restored generation's journal, and int64 `[E]`:
+        tokens that this recovery has lost; below zero for an expert that an earlier recovery had put back further than
+        to this copy.
 
-        Args:
-            alive_E: int64, tokens in each expert's restored copy (`tokens_at`).
-            step_E: int64, the boundary of that copy.
-            read_from: by level, bool `[E]`: whether the level holds that copy.
-
-        Returns:
-            The ledger to go on with, and int64 `[E]`: tokens that this recovery has lost; below zero for an expert that
-            an earlier recovery had put back further than to this copy.
+        `alive_E`, int64, has the tokens in each expert's restored copy (`tokens_at`), `step_E`, int64, its boundary;
+        `read_from`, by level, bool `[E]`, says whether the level holds that copy.
         """
         lost_E = self.alive - alive_E
         nowhere = torch.zeros_like(alive_E, dtype=torch.bool)
@@ -235,13 +226,8 @@ class TokenLedger:
     def tables(
         self, layouts: Sequence[ExpertLayout], again: Collection[int] = (), coming: Tensor | None = None
     ) -> list[ExpertTable]:
-        """Return the tables that a policy chooses from.
-
-        Args:
-            layouts: of the experts.
-            again: places of experts that come before all others.
-            coming: int64 `[E]`, further tokens that experts will have learned from by the time the choice is carried
-                out.
+        """Return the tables that a policy chooses from. Experts at the places `again` come before all others. `coming`,
+        int64 `[E]`, are further tokens that experts will have learned from by the time the choice is carried out.
         """
         alive_then_E = self.alive if coming is None else self.alive + coming
         first_E = torch.zeros_like(self.alive)
@@ -374,13 +360,9 @@ class TierLedger:
         return cls(alive=zeros, step=torch.full_like(zeros, NEVER), skipped=zeros.bool(), index=zeros)
 
     def take(self, step: int, experts: Sequence[int], alive_E: Tensor, kept: int | None = None) -> TierLedger:
-        """Note that the level was given generation `step`.
-
-        Args:
-            step: boundary, above all earlier ones.
-            experts: places in the vector over all experts.
-            alive_E: tokens in the live weights at that boundary.
-            kept: generations that the level keeps from now on.
+        """Note that the level was given generation `step`, above all earlier ones, with experts by their places in the
+        vector over all. `alive_E` are tokens in the live weights at that boundary, `kept` the generations that the
+        level keeps from now on.
         """
         chosen = torch.tensor(sorted(experts), dtype=torch.int64)
         pending = (*self.pending, Pending(step=step, experts=chosen, alive=alive_E[chosen]))
@@ -416,11 +398,7 @@ class TierLedger:
 
     def give_up(self, step: int, *, place_is_free: bool) -> TierLedger:
         """Note that generation `step` will not be complete: its experts were skipped. A boundary never given changes
-        nothing.
-
-        Args:
-            step: boundary.
-            place_is_free: whether the level has dropped its part; else the part still takes a place.
+        nothing. `place_is_free` says whether the level has dropped its part; else the part still takes a place.
         """
         skipped_E = self.skipped.clone()
         for each in self.pending:
@@ -453,16 +431,11 @@ class TierLedger:
         return self.completed + len(self.pending) + 1 - index_E
 
     def restore(self, alive_E: Tensor, step_E: Tensor, read_here_E: Tensor, *, durable: bool) -> TierLedger:
-        """Return the ledger after a recovery.
+        """Return the ledger after a recovery to weights with `alive_E` tokens, each expert from boundary `step_E`.
 
         Nothing is under way. Copies newer than the restored were lost or belong to the timeline that ended. An older
-        copy of the same expert counts only in a durable level.
-
-        Args:
-            alive_E: tokens in the restored weights.
-            step_E: boundary from which each expert was restored.
-            read_here_E: bool, whether this level holds that copy.
-            durable: whether the level loses nothing by a fault.
+        copy of the same expert counts only in a `durable` level, which loses nothing by a fault. `read_here_E`, bool,
+        says whether this level holds the restored copy.
         """
         keep_E = (self.step < step_E) & durable
         newer_E = read_here_E & (step_E > self.step)

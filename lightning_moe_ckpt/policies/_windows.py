@@ -167,17 +167,9 @@ def _require_split(items: Sequence[PlanItem], budget_nbytes: int) -> None:
 
 
 def pack(full_N: Ints, compute_N: Ints, budget: int, max_slots: int, most_states: int = _MOST_STATES) -> Slots:
-    """Return the plan with the fewest slots, preferring the given order.
-
-    Args:
-        full_N: bytes of FULL; at least `compute_N` each.
-        compute_N: bytes of COMPUTE.
-        budget: bytes per slot.
-        max_slots: most slots; items that do not fit go to slot 0, over the budget.
-        most_states: bound of the exact search.
-
-    Returns:
-        Slots; all keep the budget but possibly slot 0.
+    """Return the plan with the fewest slots, preferring the given order. Items have bytes of FULL, at least as many as
+    of COMPUTE. All slots keep the budget of bytes, but possibly slot 0, to which items go that do not fit into
+    `max_slots`. `most_states` bounds the exact search.
     """
     max_slots = min(max_slots, len(full_N))
     best = pack_in_order(full_N, compute_N, budget, max_slots)
@@ -328,14 +320,12 @@ def _cheapest_late(full_N: Ints, compute_N: Ints) -> Ints:
 def positions(
     operators: OperatorSet, counts: Counts, *, sizes: Mapping[str, tuple[int, int]], by: Order = "popularity"
 ) -> list[PlanItem]:
-    """Return the positions to plan instead of operators; equal on all ranks if `counts` and `by` are.
+    """Return the positions to plan instead of operators, possibly split; equal on all ranks if `counts` and `by` are.
 
-    Args:
-        operators: of this rank, possibly split.
-        counts: popularity per expert over all layers, summed over all ranks (frozen at the window's first step).
-        sizes: `(FULL, COMPUTE)` bytes of each operator. Experts of one layer must have equal sizes on all ranks.
-        by: order of capture, see `order`; only `popularity` looks at `counts`. A model without experts has no
-            popularity and is captured back to front (MoEvement, Appendix E).
+    Counts are popularity per expert over all layers, summed over all ranks (frozen at the window's first step). `sizes`
+    has `(FULL, COMPUTE)` bytes of each operator; experts of one layer must have equal sizes on all ranks. Only the
+    order `popularity` looks at counts. A model without experts has no popularity and is captured back to front
+    (MoEvement, Appendix E).
     """
     layers = _layers(operators, counts, by)
     if by == "popularity" and not operators.layers:
@@ -349,16 +339,8 @@ def positions(
 
 
 def assign_positions(plan: Plan, operators: OperatorSet, counts: Counts, *, by: Order = "popularity") -> Plan:
-    """Return the plan over operators of all ranks, from the plan over positions; equal on all ranks.
-
-    Args:
-        plan: over the positions of these operators.
-        operators: of this rank.
-        counts: counts that the positions were made from.
-        by: order that the positions were made with.
-
-    Raises:
-        ValueError: the plan does not name exactly the positions of these operators.
+    """Return the plan over operators of all ranks, from the plan over their positions, made by the same counts and
+    order; equal on all ranks. Raises `ValueError` if the plan does not name exactly these positions.
     """
     layers = _layers(operators, counts, by)
     holders = {position.name: position.holders for position, _ in _assign(operators, layers)}

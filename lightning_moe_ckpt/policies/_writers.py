@@ -51,20 +51,12 @@ def box_text(box: tuple[tuple[int, ...], tuple[int, ...]] | None) -> str:
 def assign_writers(
     pieces: Sequence[Piece], width: Width, holders: Sequence[int], *, split_nbytes: int = SPLIT_NBYTES
 ) -> list[Shard]:
-    """Cut slices and assign writers.
+    """Cut slices, the same list on every holder, and assign writers; `width` returns bytes per element of a parameter.
+    Raises `ValueError` if there are no holders: ranks with the same bits of all these slices, ascending.
 
-    Args:
-        pieces: the same list in the same order on every holder.
-        width: bytes per element of each parameter.
-        holders: ranks with the same bits of all these slices, ascending.
-        split_nbytes: slices from this size on are cut into equal flat intervals, one per holder. Smaller ones go whole
-            to the holder with fewest bytes, largest first.
-
-    Returns:
-        Shards in the order of `pieces`, a slice's shards by ascending position; together they cover it once.
-
-    Raises:
-        ValueError: there are no holders.
+    Slices of `split_nbytes` or more are cut into equal flat intervals, one per holder. Smaller ones go whole to the
+    holder with fewest bytes, largest first. Shards are in the order of `pieces`, those of a slice by ascending
+    position; together they cover it once.
     """
     shards: list[Shard] = []
     sizes = [piece.numel * width(piece.fqn) for _, piece in pieces]
@@ -108,24 +100,12 @@ def assign_adaptively(
     *,
     split_nbytes: int = SPLIT_NBYTES,
 ) -> list[Shard]:
-    """Assign so that ranks write equally much in all: largest first, each to the rank with least bytes so far.
+    """Assign like `assign_writers`, but so that ranks write equally much in all: largest first, each to the rank with
+    least bytes so far. `loads` are other bytes that each holder writes; 0 for ranks left out.
 
-    Slices larger than a fraction of a rank's mean bytes are first cut into equal parts. So the rank that writes most
-    does not exceed the average (or its other bytes) by more than one such part; nor does it write more than the busiest
-    rank would with equal shares.
-
-    Args:
-        pieces: the same list in the same order on every holder.
-        width: bytes per element of each parameter.
-        holders: ranks that hold the same bits of all these slices, ascending.
-        loads: other bytes that each holder writes; 0 for ranks left out.
-        split_nbytes: least bytes of a part that is cut off.
-
-    Returns:
-        Shards in the order of `pieces`, a slice's shards by ascending position; together they cover it once.
-
-    Raises:
-        ValueError: there are no holders.
+    Slices larger than a fraction of a rank's mean bytes are first cut into equal parts, of at least `split_nbytes`. So
+    the rank that writes most does not exceed the average (or its other bytes) by more than one such part; nor does it
+    write more than the busiest rank would with equal shares.
     """
     if not holders:
         raise ValueError("`assign_adaptively(holders=[])` must name at least one rank.")

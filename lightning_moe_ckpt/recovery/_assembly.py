@@ -182,13 +182,8 @@ class _Run:
 
 
 class Assembly:
-    """Records on their way into memory.
-
-    Args:
-        what: name of the records in messages.
-        buffer_U8: buffer to be filled.
-        records: records that do not overlap.
-        may_be_lost: whether a record that is bad in every copy ends only this assembly; else it raises `Exhausted`.
+    """Records that do not overlap, on their way into memory; `what` names them in messages. `may_be_lost` says whether
+    a record that is bad in every copy ends only this assembly; else it raises `Exhausted`.
     """
 
     def __init__(self, what: str, buffer_U8: torch.Tensor, records: Sequence[Wanted], *, may_be_lost: bool) -> None:

@@ -199,13 +199,11 @@ class RestoreAttempt:
         experts: Mapping[str, int],
         lay_out: Callable[[RestorePlan], Sequence[SegmentLayout]],
     ) -> Restored | None:
-        """Bring this rank's part; return `None`, on all ranks, if some record has no good copy left.
+        """Bring the part of this rank that has `marker`; return `None`, on all ranks, if some record has no good copy
+        left.
 
-        Args:
-            marker: this rank's marker, from `marker`.
-            experts: this rank's number of elements per expert operator; a partial generation's may be older.
-            lay_out: returns this rank's layout of each step: records by their names in markers, for its shards of
-                experts.
+        `experts` are this rank's elements per expert operator; a partial generation's may be older. `lay_out` returns
+        this rank's layout of each step: records by their names in markers, for its shards of experts.
         """
         sizes = experts if self.is_partial else {}
         while (sources := self._agree(sizes) if self.is_partial else {}) is not None:
@@ -227,16 +225,9 @@ class RestoreAttempt:
     def read_common(
         self, generations: Collection[GenerationId], name: str, extract: Callable[[memoryview], T]
     ) -> dict[GenerationId, T]:
-        """Read one record that every rank has of its own in each generation, with equal contents within a stage.
-
-        Args:
-            generations: chosen generations; the same on all ranks.
-            name: name of the record.
-            extract: turns the bytes into a plain value, or raises `Corrupt`.
-
-        Returns:
-            Values by generation, from the stage's first rank that can read the record; generations that nobody can read
-            are left out.
+        """Read one record that every rank has of its own in each generation, with equal contents within a stage; the
+        same generations on all ranks. `extract` turns the bytes into a plain value, or raises `Corrupt`. Return values
+        from the stage's first rank that can read the record; generations that nobody can read are left out.
         """
         if not generations:
             return {}

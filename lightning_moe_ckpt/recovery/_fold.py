@@ -57,14 +57,7 @@ def base_step(links: Links, step: int) -> int | None:
 
 
 class ChainRestore:
-    """Restore of this rank's chains up to one boundary; all ranks do it together, and one may have no chain.
-
-    Args:
-        transport: to the other ranks.
-        transfer: brings this rank's records.
-        chains: links of each chain.
-        last: the boundary.
-    """
+    """Restore of this rank's chains up to the boundary `last`; all ranks do it together, and one may have no chain."""
 
     def __init__(self, transport: Transport, transfer: Transfer, chains: Sequence[Links], last: int) -> None:
         self._transport, self._transfer, self._chains, self._last = transport, transfer, chains, last
@@ -140,10 +133,7 @@ class ChainRestore:
 
 def restore_chain(attempt: RestoreAttempt, marker: RankMarker) -> tuple[Restored | None, list[str]]:
     """Return this rank's part of the last good boundary of a chain, and the reasons why it ends earlier. Collective.
-
-    Args:
-        attempt: attempt at the chain's last version.
-        marker: the attempt's marker.
+    The attempt is at the chain's last version, with its marker.
     """
     transport, transfer, links = attempt.chain()
     chain = ChainRestore(transport, transfer, [links], marker.generation.step)
@@ -162,17 +152,9 @@ def restore_chain(attempt: RestoreAttempt, marker: RankMarker) -> tuple[Restored
 
 
 def folded(marker: RankMarker, read: Read) -> tuple[RankMarker, Tensor]:
-    """Return a rank's part of a generation of differences as a full state.
-
-    Args:
-        marker: from storage, which names the whole chain.
-        read: reads from storage.
-
-    Returns:
-        A marker without differences, and the bytes of its only file.
-
-    Raises:
-        Corrupt: a link is bad or missing.
+    """Return a rank's part of a generation of differences as a full state: a marker without differences, and the bytes
+    of its only file. The given marker, from storage, names the whole chain. Raises `Corrupt` if a link is bad or
+    missing.
     """
     links = {link.entry.step: [link] for link in named_links(marker, [stored(_OWN, marker.rank)], is_base=False)}
     first, last = base_step(links, marker.generation.step), marker.generation.step
@@ -279,15 +261,8 @@ class Difference:
 
 
 def fold(state_U8: Tensor, layout: SegmentLayout, differences: Sequence[Difference]) -> None:
-    """Turn a state into a later boundary's state, in place.
-
-    Args:
-        state_U8: this rank's full segment of the boundary before the first difference.
-        layout: layout of `state_U8`.
-        differences: at least one, without a gap, oldest first.
-
-    Raises:
-        Corrupt: the differences do not fit the state, which may have been changed.
+    """Turn this rank's full segment of a boundary into a later boundary's state, in place, by at least one difference,
+    without a gap, oldest first. Raises `Corrupt` if they do not fit the state, which may have been changed.
     """
     newest = differences[-1]
     try:

@@ -39,14 +39,8 @@ Omits = Literal["none", "unseen", "all"]
 
 
 class Frozen:
-    """The frozen operators of a module.
-
-    Args:
-        module: holds the parameters.
-        operators: operators of the module.
-        whole: modules in compiled programs, with all gradients.
-        omits: see `Omits`.
-        as_user: gives parameters the user's own `requires_grad`.
+    """The frozen operators of a module. Modules in `whole` are in compiled programs, with all gradients; for `omits`
+    see `Omits`. `as_user` gives parameters the user's own `requires_grad`.
     """
 
     def __init__(

@@ -157,15 +157,8 @@ _VERIFIED_NBYTES = 4 * 2**20
 def neighbours(
     files: Sequence[SegmentEntry], layout: SegmentLayout, copies: Sequence[Replica]
 ) -> list[WantedNeighbours] | None:
-    """Return the records that fill a layout from the files of one step; every copy has all the files.
-
-    Args:
-        files: in the order of the layout.
-        layout: layout of the files' records, in the files' order.
-        copies: cheapest first.
-
-    Returns:
-        Stretches of neighbours; `None` if the files do not have the layout's records.
+    """Return the stretches of neighbours that fill a layout from the files of one step, in its order; `None` if these
+    do not have the layout's records. Every copy, cheapest first, has all the files.
     """
     tables = [RecordColumns.of(entry.records).by_offset() for entry in files]
     dtypes = dict(zip(dict.fromkeys(dtype for dtype, _ in layout.kinds.distinct), count(), strict=False))

@@ -392,14 +392,9 @@ def is_superseded(
     *,
     stored: Callable[[GenerationId], RankMarker | None] | None = None,
 ) -> bool:
-    """Return whether no later start would restore this rank's memory.
-
-    Args:
-        memory: of this rank.
-        known: durable generations known without asking storage.
-        store: asked if `known` is older than memory; with `None` memory then counts as needed.
-        stored: returns this rank's marker of a known generation, which may be partial; a generation without a marker
-            counts as having less than memory.
+    """Return whether no later start would restore this rank's memory. Storage is asked if the durable generations known
+    without it are older than memory; with `store=None` memory then counts as needed. `stored` returns this rank's
+    marker of a known generation, which may be partial; a generation without a marker counts as having less than memory.
     """
     held = memory.published
     copies = memory.copies if stored is not None else {}

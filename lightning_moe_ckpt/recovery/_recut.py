@@ -136,13 +136,9 @@ class Recut:
         return [marker for marker in found if marker is not None]
 
     def bring(self, markers: Sequence[RankMarker], job: ResumeRequest, store: RunStore) -> RestoreSource | None:
-        """Return the generation as if this job's ranks had taken it; `None`, on all ranks, if some record has no good copy. Raises
-        `IdentityMismatch` if the records lack something that the model has.
-
-        Args:
-            markers: of all writers, from `markers`.
-            job: the job to resume.
-            store: of the run, for constants.
+        """Return the generation with the markers of all writers as if this job's ranks had taken it; `None`, on all
+        ranks, if some record has no good copy. Raises `IdentityMismatch` if the records lack something that the model
+        has. Constants are in the run's store.
         """
         policy, view, generation = markers[0].policy, job.view, self.version.generation
         with understood(f"{generation}: its plan"):

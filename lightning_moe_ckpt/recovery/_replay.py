@@ -82,18 +82,12 @@ class _Loaded:
 
 
 class Replay:
-    """Rebuild the dense state from one generation.
+    """Rebuild the dense state from one generation, laid out as `window` over the live state to write to.
 
-    Args:
-        window: layout of the generation, over the live state to write to.
-        groups: this rank's place.
-        segments: this rank's segment of every step, verified; released step by step.
-        first_step: boundary of the window's first step.
-        frozen: makes `Frozen`, but for `as_user`.
-        engine: copies host memory into live tensors.
-        as_user: gives every parameter the user's own `requires_grad` of a boundary, and the optimizer its groups, from
-            the journal's start half.
-        missing: operators without any copy, which keep their present weights and get no optimizer state.
+    `segments` are this rank's, of every step from `first_step` on, verified; they are released step by step. `frozen`
+    makes `Frozen`, but for `as_user`, which gives every parameter the user's own `requires_grad` of a boundary, and the
+    optimizer its groups, from the journal's start half. The engine copies host memory into live tensors. Operators in
+    `missing`, without any copy, keep their present weights and get no optimizer state.
     """
 
     def __init__(
@@ -214,11 +208,8 @@ class Replay:
                 buffer.copy_(layout.segment.view(segment, f"buffer/{name}"))
 
     def reconcile(self, agree: Callable[[bool], bool], *, disturbed: bool) -> None:
-        """Restore the state as sealed for the newest loaded step, unless it is still there; every rank must call it.
-
-        Args:
-            agree: returns whether all ranks say yes.
-            disturbed: whether parameters and state may have changed unseen by their version counters.
+        """Restore the state as sealed for the newest loaded step, unless all ranks say that the state is still there;
+        every rank must call this. `disturbed`: parameters and state may have changed unseen by their version counters.
         """
         if not agree(not self._missing and self._loaded.is_still(self._live(), by_digests=disturbed)):
             self._load_records()
@@ -472,14 +463,8 @@ _LARGE_ROW_NBYTES = 2**15
 def _copies(
     source: Tensor, at: Column, dtype: torch.dtype, flat: Tensor, slices: tuple[Column, Column]
 ) -> Iterator[Copy]:
-    """Bring slices of a parameter to their places, in any stored order: rows scattered over it are copied at once, others yielded.
-
-    Args:
-        source: uint8.
-        at: offset of each slice in `source`.
-        dtype: stored type.
-        flat: live tensor.
-        slices: first element of each slice in `flat`, and its number of elements.
+    """Bring slices of a parameter, from offsets `at` of uint8 bytes, to their places: first element in the live tensor
+    `flat`, and number of elements. In any stored order: rows scattered over it are copied at once, others yielded.
     """
     start, numel = slices
     if len(numel) == 1:

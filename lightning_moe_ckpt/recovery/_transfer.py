@@ -181,17 +181,12 @@ class Rounds:
     def begin(
         self, fetches: Sequence[FetchRequest], *, busy: bool, lost: str, common: str = ""
     ) -> list[FetchRequest] | None:
-        """Announce this rank's fetches of the next round.
+        """Announce this rank's fetches of the next round. Return them, and those of others from it, in one order;
+        `None` if the rounds end: nobody lacks anything, or some rank lost a record.
 
-        Args:
-            fetches: of this rank.
-            busy: whether this rank lacks records, from other ranks or from its own copies.
-            lost: reason why this rank cannot be given its records; empty otherwise.
-            common: digest of the facts common to all ranks' markers; empty until the marker is found. Must be equal as rounds end.
-
-        Returns:
-            The fetches of this rank, and those from it, in one order; `None` if the rounds end: nobody lacks anything, or
-            some rank lost a record.
+        A rank is `busy` if it lacks records, from other ranks or from its own copies; `lost` is the reason why it
+        cannot be given its records, empty otherwise. `common`, the digest of the facts common to all ranks' markers, is
+        empty until the marker is found, and must be equal as rounds end.
         """
         said = self.transport.gather_distinct([busy, self._told(lost), bool(fetches), common])
         self.reasons += [row[1] for row in said if row[1]]

@@ -23,12 +23,10 @@ class Averages:
 
     An average is updated only from the parameter it follows. It is captured in the same window step as its operator.
     Until that step's snapshot is loaded in replay it may have any value: an average of frozen, outdated weights is
-    overwritten when the operator becomes active. If validation runs on averages, forward reads them too, so they are
-    taken with the weights of operators whose full state is not taken yet.
+    overwritten when the operator becomes active. If forward runs on averages between optimizer steps (`consumed`:
+    validation with averaged weights), they are taken with the weights of operators whose full state is not taken yet.
 
-    Args:
-        models: copies of the trained module, in the same order in every process.
-        consumed: whether forward runs on averages between optimizer steps (validation with averaged weights).
+    Models are copies of the trained module, in the same order in every process.
     """
 
     def __init__(self, models: Sequence[AveragedModel], *, consumed: bool) -> None:

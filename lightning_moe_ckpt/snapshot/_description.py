@@ -143,16 +143,9 @@ def _tied(model: Any, config: Any) -> list[str]:
 
 
 def describe_adapters(module: nn.Module, names: Mapping[int, str]) -> list[dict[str, Any]]:
-    """Return a description of the active adapter in each PEFT model in a module.
-
-    Args:
-        module: the module.
-        names: stored names of its tensors, by identity.
-
-    Returns:
-        For each PEFT model: the prefix of its names; the adapter's name and `adapter_config.json`; stored names by name
-        in `adapter_model.safetensors`; the products that a merge adds to base weights; and the layers not such
-        products.
+    """Return a description of the active adapter in each PEFT model in a module, with stored names of its tensors by
+    identity: the prefix of its names; the adapter's name and `adapter_config.json`; stored names by name in
+    `adapter_model.safetensors`; the products that a merge adds to base weights; and the layers not such products.
     """
     peft: Any = sys.modules.get("peft")
     if peft is None or not hasattr(peft, "PeftModel"):

@@ -139,12 +139,9 @@ class _StepRecorder:
 
 
 class DifferentialRecorder(_StepRecorder):
-    """Offer each step's gradients to the view, as sources of DELTA records.
-
-    Args:
-        view: live state.
-        error_feedback: whether compression adds what it left out of the gradient before.
-        digests: whether shards may change without a trace, and are compared by their bytes.
+    """Offer each step's gradients to the view, as sources of DELTA records. With `error_feedback` compression adds what
+    it left out of the gradient before; with `digests` shards may change without a trace, and are compared by their
+    bytes.
     """
 
     def __init__(self, view: StateView, *, error_feedback: bool = False, digests: bool = False) -> None:
@@ -254,11 +251,8 @@ class GradientRecorder(_StepRecorder):
         self._record: RecordedStep | None = None
 
     def start(self, layout: StepLayout, slot_U8: Tensor | None) -> RecordedStep | None:
-        """Begin to copy this boundary's gradients behind its segment; `None` if the step cannot be repeated.
-
-        Args:
-            layout: layout of the boundary.
-            slot_U8: memory of the boundary; `None` if nobody wants the gradients.
+        """Begin to copy this boundary's gradients behind its segment in the slot (`None` if nobody wants them); `None`
+        if the step cannot be repeated.
         """
         consumed, known = self._take(), self._params.keys()
         if not known >= (fqns := {place.shard.slice.fqn for place in layout.gradients}):

@@ -63,14 +63,9 @@ class GradientPlace:
 
 
 class StateView:
-    """Live parameters, buffers and optimizer state by name, and their fields in records.
-
-    Args:
-        module: holds the parameters and buffers.
-        operators: operators of the module.
-        schema: state schema of the optimizer.
-        compute_dtypes: precision of COMPUTE by parameter; a parameter not named keeps its own.
-        averages: running averages of the module; a parameter's average belongs to its operator.
+    """Live parameters, buffers and optimizer state of a module by name, and their fields in records. `compute_dtypes`
+    has the precision of COMPUTE by parameter, which is its own if not named. A parameter's running average belongs to
+    its operator.
     """
 
     def __init__(
@@ -201,12 +196,8 @@ class StateView:
         return param.dtype is torch.float32 and self.schema.adam_group(param) is not None
 
     def forms(self, fqn: str, kind: RecordKind, first: bool = True) -> list[FieldForm]:
-        """Return the tensors in a shard of a parameter's record, in stored order.
-
-        Args:
-            fqn: the parameter.
-            kind: of the record.
-            first: whether the shard begins with the parameter's first element, so that it has state of the whole.
+        """Return the tensors in a shard of a parameter's record, in stored order. `first` says whether the shard begins
+        with the parameter's first element, so that it has state of the whole.
         """
         param = self.params[fqn]
         if kind is RecordKind.COMPUTE:
@@ -283,16 +274,11 @@ class StateView:
 
 
 class FileLayout:
-    """A file of one boundary: every writer's regions, and the places of this rank's tensors.
+    """A file of one boundary: every writer's shards by region, in stored order, and the places of this rank's tensors.
 
-    Args:
-        shards: shards by region, over all its writers, in stored order.
-        view: live state.
-        groups: this rank's place.
-        journal_nbytes: capacity of the journal record; `None` for a file without buffers and journal.
-        audience: the file's audience.
-        start: first byte of the file in its step's memory.
-        packed: bytes of compressed gradients by shard; room for the most where they are not known.
+    `journal_nbytes` is the capacity of the journal record; `None` for a file without buffers and journal. The file
+    begins at the byte `start` of its step's memory. `packed` has bytes of compressed gradients by shard; there is room
+    for the most where they are not known.
     """
 
     def __init__(
@@ -436,11 +422,8 @@ class FileLayout:
 
 
 class StepLayout:
-    """Layout of one boundary on this rank: its files, one behind the other, then mirrors, then gradients.
-
-    Args:
-        files: files of the boundary, the durable one first.
-        mirroring: state captured for other ranks, and by other ranks for this rank.
+    """Layout of one boundary on this rank: its files, the durable one first, one behind the other, then mirrors
+    (`mirroring`: state captured for other ranks, and by them for this rank), then gradients.
     """
 
     def __init__(self, *files: FileLayout, mirroring: Mirroring | None = None) -> None:

@@ -51,12 +51,8 @@ class PlanRecord:
 
     @classmethod
     def joined(cls, records: Sequence[PlanRecord], incomplete: Sequence[bool], stage: int) -> PlanRecord:
-        """Return the record of all stages, with the fields of one.
-
-        Args:
-            records: record of each stage by itself.
-            incomplete: whether the stage's durable files lack some of its operators, by stage.
-            stage: stage whose fields the result has.
+        """Return the record of all stages, from that of each by itself, with the fields of `stage`. `incomplete`, by
+        stage: the stage's durable files lack some of its operators.
         """
         dtypes = {name: dtype for record in records for name, dtype in record.compute_dtypes.items()}
         facts = tuple(

@@ -109,12 +109,8 @@ def _set_data(param: Tensor, data: Tensor) -> None:
 
 
 class Constants:
-    """Constants, the same on all ranks: the view's operators name them.
-
-    Args:
-        view: live state; parameters that look like constants leave its operators.
-        groups: this rank's place. Pipeline stages and sharded experts have no constants; nor has a module with
-            averages.
+    """Constants, the same on all ranks: parameters that look like them leave the view's operators, which name them.
+    Pipeline stages and sharded experts have no constants; nor has a module with averages.
     """
 
     def __init__(self, view: StateView, groups: ParallelGroups) -> None:

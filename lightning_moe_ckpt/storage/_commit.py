@@ -211,23 +211,15 @@ def await_markers(
     sleep: Callable[[float], None] = time.sleep,
     by_receipts: bool = True,
 ) -> list[StoredMarker]:
-    """Poll the listing until every rank's marker for this generation and plan is there, with all its files.
+    """Poll the listing until every rank's marker for this generation and plan is there, with all its files, and agrees
+    with `own`, the coordinator's. Return markers in rank order. Listings are polled, never single keys: some stores
+    remember for a while that a key was absent.
 
-    Listings are polled, never single keys: some stores remember for a while that a key was absent. Return markers in rank order.
+    Between two listings `cancelled` ends the wait if true, and `check_fence` raises `Fenced` if a later incarnation has
+    begun, which may have deleted the files. With `by_receipts` receipts may take the place of markers that agree.
+    `sleep` is for tests.
 
-    Args:
-        backend: storage of the run.
-        own: the coordinator's marker; every other rank must agree with it.
-        timeout: longest wait.
-        cancelled: called between two listings; true ends the wait.
-        check_fence: called between two listings; raises `Fenced` if a later incarnation has begun, which may have
-            deleted the files.
-        sleep: pause between two listings, for tests.
-        by_receipts: whether receipts may take the place of markers that agree.
-
-    Raises:
-        StorageError: time is up; the message says what each missing rank lacks.
-        Fenced: raised by `check_fence`.
+    Raises `StorageError` if time is up; the message says what each missing rank lacks.
     """
     give_up, pause = time.monotonic() + timeout.total_seconds(), _FIRST_PAUSE_SECONDS
     longest = max(LONGEST_PAUSE_SECONDS, own.world_size / RANKS_PER_SECOND)

@@ -178,12 +178,9 @@ class RecordColumns(NamedTuple):
 
 
 class RecordTable(Sequence[RecordEntry]):
-    """A segment's records, backed by a marker's line; parsed on first access.
-
-    Args:
-        parts: stored bytes, with the newline, one behind the other: most parts are the same in every generation.
-        where: key of the marker, for messages.
-        rows: source of the parts if they were made here.
+    """A segment's records, backed by a marker's line, with its newline; parsed on first access. Most of the stored
+    `parts` are the same in every generation; `rows` is their source if they were made here. `where` is the marker's
+    key, for messages.
     """
 
     def __init__(self, *parts: bytes | memoryview, where: str = "records", rows: RecordRows | None = None) -> None:
@@ -275,11 +272,8 @@ SpelledRows = tuple[bytes, Column]
 
 
 class RecordRows:
-    """Records of a segment without digests: everything known before the bytes are final.
-
-    Args:
-        records: one record per tensor, with digests ignored; or a function that spells the records, called on first
-            need, on the thread in need.
+    """Records of a segment, one per tensor, without digests: everything known before the bytes are final. A function
+    that spells the records is called on first need, on the thread in need.
     """
 
     def __init__(self, records: Sequence[RecordEntry] | Callable[[], SpelledRows]) -> None:

@@ -52,15 +52,13 @@ class FsspecBackend:
         timeout: timedelta = timedelta(seconds=60),
         bandwidth: int | None = None,
     ) -> None:
-        """Open the file system of `url`; nothing is read or written. Raises `ConfigurationError` if unknown scheme, missing package, or
-        options the file system refuses.
+        """Open the file system of `url` with its own options; nothing is read or written. `memory://` is seen by this
+        process only. Raises `ConfigurationError` if unknown scheme, missing package, or options the file system
+        refuses.
 
-        Args:
-            url: place of the objects; `memory://` is seen by this process only.
-            storage_options: arguments of the file system.
-            timeout: limit of one call, without the time for its bytes.
-            bandwidth: bytes per second that `put` may write, as a mean over objects: an object is written in one call,
-                at the file system's speed. `None` for no limit.
+        `timeout` limits one call, without the time for its bytes. `bandwidth` is in bytes per second that `put` may
+        write, as a mean over objects: an object is written in one call, at the file system's speed. `None` for no
+        limit.
         """
         self.url = url.rstrip("/") if not url.endswith("://") else url
         self._fs = _file_system(url, dict(storage_options or {}))

@@ -114,12 +114,9 @@ def maybe(form: Form[T]) -> Form[T | None]:
 
 
 def keys(make: Callable[..., T], fixed: Mapping[str, object] = MappingProxyType({}), /, **forms: Form[Any]) -> Form[T]:
-    """Return the form of an object with exactly these keys.
-
-    Args:
-        make: makes the value from the keys' values; its attributes of the same names are written.
-        fixed: further keys, each with its only value.
-        forms: keys in the order in which they are read.
+    """Return the form of an object with exactly these keys, in the order in which they are read, and the `fixed` ones,
+    each with its only value. `make` makes the value from the keys' values; its attributes of the same names are
+    written.
     """
 
     def read(value: object, where: str) -> T:
@@ -145,16 +142,8 @@ _DOCUMENT: Form[dict[str, Any]] = keys(dict, body=OBJECT, format=TEXT, version=I
 
 
 def encode(kind: str, body: object) -> bytes:
-    """Encode a document.
-
-    Args:
-        kind: what the document is, such as `log`, `marker` or `commit`.
-        body: JSON values; keys must be strings, numbers finite.
-
-    Raises:
-        ValueError: a number is not finite.
-        TypeError: a value has no JSON form.
-        StorageRefused: the document would be too large to be read back.
+    """Encode a document of a kind such as `log`, `marker` or `commit`. Raises `ValueError` if a number is not finite,
+    `TypeError` for a value without JSON form, `StorageRefused` if the document would be too large to be read back.
     """
     payload = _canonical({"body": body, "format": _format(kind), "version": VERSION})
     if len(payload) > MAX_DOCUMENT_NBYTES - 2**10:

@@ -373,21 +373,14 @@ def _marker(lines: MarkerLines) -> Form[RankMarker]:
 def carry_forward(
     previous: RankMarker, lacking: Collection[str], bad: BadCopies = _NONE
 ) -> tuple[ReferencedEntry, ...]:
-    """Return the references of this rank's marker in the generation after `previous`.
+    """Return the references of this rank's marker in the generation after `previous`: full records of the operators
+    `lacking` a full record on any rank in the new one, that this rank stored or referenced in `previous`. One entry per
+    file, oldest first. Of damaged copies, `bad`, the spare is referenced instead.
 
-    Whole operators are referenced, not single records: generations may cut an operator differently among ranks, but each generation with
-    the operator has all of it. Raises `ValueError` if `previous` is a window of several steps, so its records are not the state of one
-    step.
-
-    Args:
-        previous: this rank's marker of one of the two newest committed generations, the same generation on all ranks.
-            These two, and their references, are never given up during a save.
-        lacking: names of the operators without a full record on any rank in the new generation.
-        bad: damaged copies; the spare is referenced instead.
-
-    Returns:
-        Full records of the lacking operators that this rank stored or referenced in `previous`: one entry per file,
-        oldest first.
+    Whole operators are referenced, not single records: generations may cut an operator differently among ranks, but
+    each generation with the operator has all of it. `previous` is one of the two newest committed generations, the same
+    on all ranks: these two, and their references, are never given up during a save. Raises `ValueError` if `previous`
+    is a window of several steps, so its records are not the state of one step.
     """
     wanted = set(lacking)
     newest = _only(_newest(previous), lambda name, at: name in wanted and at not in bad.get(name, ()))
@@ -398,17 +391,12 @@ def carry_forward(
 def carry_spares(
     previous: RankMarker, lacking: Collection[str], stored: Collection[str], bad: BadCopies = _NONE
 ) -> tuple[ReferencedEntry, ...]:
-    """Return the spares in this rank's marker of the generation after `previous`. Raises `ValueError` if `previous` is a window of several
-    steps.
+    """Return the spares in this rank's marker of the generation after `previous`: full records, one entry per file,
+    oldest first. Raises `ValueError` if `previous` is a window of several steps; `previous` may be older than in
+    `carry_forward` if nothing is referenced.
 
-    Args:
-        previous: as in `carry_forward`; may be of an older generation if nothing is referenced.
-        lacking: as in `carry_forward`; these operators keep their spare.
-        stored: names of the operators that the new generation stores; their newest older copy becomes the spare.
-        bad: as in `carry_forward`.
-
-    Returns:
-        Full records, one entry per file, oldest first.
+    Operators `lacking`, as there, keep their spare; of those that the new generation stores, the newest older copy
+    becomes the spare.
     """
     waiting, replaced = set(lacking), set(stored)
     kept = _only(

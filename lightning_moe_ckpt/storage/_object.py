@@ -76,18 +76,14 @@ class ObjectBackend:
         min_nbytes_per_second: int = MIN_NBYTES_PER_SECOND,
         bandwidth: int | None = None,
     ) -> None:
-        """Open the store of `url`; nothing is read or written.
+        """Open the store of `url` (`s3://bucket/path`, `gs://`, `az://container/path`); nothing is read or written.
+        Options are those of s3fs, gcsfs or adlfs, or of obstore.
 
-        Args:
-            url: `s3://bucket/path`, `gs://`, `az://container/path`.
-            storage_options: options of s3fs, gcsfs or adlfs, or of obstore.
-            timeout: limit of one call, without the time for its bytes.
-            min_nbytes_per_second: slowest expected transfer, from which the time for bytes follows.
-            bandwidth: bytes per second that `put` may write; `None` for no limit.
+        `timeout` limits one call, without the time for its bytes, which follows from the slowest expected transfer.
+        `bandwidth` is in bytes per second that `put` may write; `None` for no limit.
 
-        Raises:
-            ConfigurationError: no bucket, or this process's parent already uses object stores.
-            Unmapped: obstore has no equivalent of an option.
+        Raises `ConfigurationError` if there is no bucket, or this process's parent already uses object stores;
+        `Unmapped` if obstore has no equivalent of an option.
         """
         try:
             kind, bucket, prefix = split_url(url)

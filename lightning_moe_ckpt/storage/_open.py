@@ -180,14 +180,10 @@ class WrappedBackend:
 class Retrying(WrappedBackend):
     """Backend that retries another backend's failed calls; see `Backend` for the methods.
 
-    A retried `create` may raise `KeyExists` because of its own first attempt: use `create_once`.
-
-    Args:
-        backend: the backend to call.
-        patience: time from an operation's first attempt to the start of its last, without the time for its bytes.
-        min_nbytes_per_second: slowest expected transfer, from which the time for bytes follows.
-        clock: monotonic seconds, for tests.
-        sleep: waits so many seconds and returns whether the backend was closed, for tests.
+    A retried `create` may raise `KeyExists` because of its own first attempt: use `create_once`. `patience` is the time
+    from an operation's first attempt to the start of its last, without the time for its bytes, which follows from the
+    slowest expected transfer. For tests `clock` gives monotonic seconds; `sleep` waits so many and returns whether the
+    backend was closed.
     """
 
     def __init__(
@@ -246,15 +242,13 @@ def open_backend(
     bandwidth: int | None = None,
     patience: timedelta = PATIENCE,
 ) -> Backend:
-    """Choose a backend by the scheme of `url` and put retries around it; nothing is written yet. Raises `ConfigurationError` if the URL
-    names no place, its scheme is unknown, a package is missing, or options do not fit.
+    """Choose a backend by the scheme of `url` and put retries around it; nothing is written yet. Raises
+    `ConfigurationError` if the URL names no place, its scheme is unknown, a package is missing, or options do not fit.
 
-    Args:
-        url: a path, `file://`, `s3://`, `gs://`, `az://`, or any other URL known to fsspec. Open after a fork, not
-            before.
-        storage_options: options of s3fs, gcsfs, adlfs or the URL's fsspec file system; not accepted for paths.
-        bandwidth: bytes per second that `put` may write, all threads of this process together; `None` for no limit.
-        patience: longest time that a failing operation is retried, without the time for its bytes.
+    The URL is a path, `file://`, `s3://`, `gs://`, `az://`, or any other known to fsspec. Open after a fork, not
+    before. Options are those of s3fs, gcsfs, adlfs or the URL's fsspec file system; paths take none. `bandwidth` is in
+    bytes per second that `put` may write, all threads of this process together; `None` for no limit. A failing
+    operation is retried for `patience`, without the time for its bytes.
     """
     backend = open_without_retries(url, storage_options=storage_options, bandwidth=bandwidth)
     for wrap in _wrappers:

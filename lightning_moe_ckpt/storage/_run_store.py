@@ -82,17 +82,14 @@ class RunStore:
 
     @classmethod
     def open(cls, backend: Backend, *, resume: Resume) -> RunStore:
-        """Find the run under the URL, or begin one.
+        """Find the run under the URL, or begin one. One probe object tests that the backend is writable and refuses
+        existing keys.
 
-        Args:
-            backend: from `open_backend`; one probe object tests that it is writable and refuses existing keys.
-            resume: `auto` and `memory` continue the newest run or begin the first; `must` continues or raises; `never`
-                begins another run. The older run stays until the new one has more generations than it keeps.
+        `auto` and `memory` continue the newest run or begin the first; `must` continues or raises; `never` begins
+        another run. The older run stays until the new one has more generations than it keeps.
 
-        Raises:
-            ConfigurationError: the URL cannot be written.
-            NoUsableGeneration: `must`, and there is no run.
-            Corrupt: no entry of the log can be read.
+        Raises `ConfigurationError` if the URL cannot be written, `NoUsableGeneration` with `must` if there is no run,
+        `Corrupt` if no entry of the log can be read.
         """
         log.debug("%s: creates exclusively: %s", backend.url, backend.creates_exclusively)
         run_log = Log(backend)
@@ -294,17 +291,13 @@ class RunStore:
     def open_incarnation(
         self, resumed: GenerationId | None, *, volatile: Collection[GenerationId] = (), foreign: bool = False
     ) -> int | None:
-        """Begin this incarnation from one of the last `candidates`, from a copy in memory, or from nothing. Raises `ValueError` if
-        `resumed` is neither a candidate nor a generation in memory that the log allows.
+        """Begin this incarnation from one of the last `candidates`, from a copy in memory, or from nothing (`None`):
+        from what all ranks restored. Return its number, above all numbers stored or in memory; `None` if another
+        process wrote to the log since `candidates`: the caller then has to choose again.
 
-        Args:
-            resumed: the generation that all ranks restored; `None` to start from nothing.
-            volatile: generations of this run in the ranks' memory, committed or not.
-            foreign: whether `resumed` may come from a past that the log does not know; the log then adopts it.
-
-        Returns:
-            The new incarnation's number, above all numbers stored or in memory. `None` if another process wrote to the
-            log since `candidates`; the caller then has to choose again.
+        `volatile` are generations of this run in the ranks' memory, committed or not. With `foreign` `resumed` may come
+        from a past that the log does not know; the log then adopts this past. Raises `ValueError` if `resumed` is
+        neither a candidate nor a generation in memory that the log allows.
         """
         coordination = self._coordinator()
         if resumed is not None and resumed not in coordination.offered:

@@ -103,12 +103,9 @@ class SegmentLayout:
     """Places of all tensors in a segment, in the order given, and the header that describes them."""
 
     def __init__(self, tensors: Sequence[TensorSpec], *, metadata: Mapping[str, str], align: int = _ALIGN) -> None:
-        """Lay tensors out. Raises `ValueError` if a repeated or reserved name, a dtype the format lacks, or a bad alignment.
-
-        Args:
-            tensors: names must differ; shapes may hold zeros; order is kept.
-            metadata: strings for the header; they must not change from step to step.
-            align: every tensor starts at a multiple of so many bytes, a power of two up to a page.
+        """Lay tensors out in the given order; shapes may hold zeros. Each starts at a multiple of `align` bytes, a
+        power of two up to a page. Metadata for the header must not change from step to step. Raises `ValueError` if a
+        repeated or reserved name, a dtype the format lacks, or a bad alignment.
         """
         names, kinds = [spec.name for spec in tensors], KindColumns.of([(spec.dtype, spec.shape) for spec in tensors])
         self._lay_out([NameColumns.of(names)], kinds, metadata, align, None)

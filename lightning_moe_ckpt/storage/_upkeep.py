@@ -83,20 +83,15 @@ def collect_garbage(
     dry_run: bool = False,
     check: Callable[[GenerationId], str | None] | None = None,
 ) -> Garbage:
-    """Delete generations that nobody may restore any more.
+    """Delete generations that nobody may restore any more; with `dry_run` only report them. A job may be using the run.
 
-    Args:
-        backend: where the run is stored; a job may be using it.
-        retention: gives up generations first; `None` deletes only what the log has given up already.
-        dry_run: report, but delete nothing.
-        check: reads a generation's files and those it references; returns a defect, or `None`. Called for as many
-            of the newest generations as `retention` keeps, and for one more in place of each damaged one.
+    `retention` gives up generations first; `None` deletes only what the log has given up already. `check` reads a
+    generation's files and those it references, and returns a defect, or `None`. `check` is called for as many of the
+    newest generations as `retention` keeps, and for another in place of each damaged generation.
 
-    Raises:
-        NoUsableGeneration: there is no run.
-        Corrupt: the log cannot be read, or not well enough for `retention`.
-        ConfigurationError: the store cannot tell a job about `retention`.
-        StorageError: the medium failed; the next call goes on where this one stopped.
+    Raises `NoUsableGeneration` if there is no run, `Corrupt` if the log cannot be read, or not well enough for
+    `retention`, `ConfigurationError` if the store cannot tell a job about `retention`, `StorageError` if the medium
+    failed; the next call goes on where this one stopped.
     """
     log = Log(backend)
     checked = None if check is None else cache(check)
@@ -214,16 +209,9 @@ class RepairedLog:
 
 
 def repair_log(backend: Backend, *, dry_run: bool) -> RepairedLog:
-    """Write the first entry of a new log for the run that committed last.
-
-    Args:
-        backend: a place with generations and without a readable log.
-        dry_run: report the result, but write nothing.
-
-    Raises:
-        ConfigurationError: there is a readable log, or another process has just begun one.
-        NoUsableGeneration: there is no readable manifest.
-        StorageError: the medium failed.
+    """Write the first entry of a new log, where there is no readable one, for the run that committed last; with
+    `dry_run` only report it. Raises `ConfigurationError` if there is a readable log, or another process has just begun
+    a log, `NoUsableGeneration` if there is no readable manifest, `StorageError` if the medium failed.
     """
     log = Log(backend)
     if _is_readable(log):

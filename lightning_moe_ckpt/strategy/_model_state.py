@@ -33,15 +33,8 @@ STAGES = "pipeline_stages"
 
 
 def gather_module_state(state: dict[str, Any], sharded: Collection[str], groups: ParallelGroups) -> dict[str, Any]:
-    """Return the module's state with all experts, and parameters of all stages, on rank 0. Collective over the world.
-
-    Args:
-        state: the module's state dict on this rank.
-        sharded: names that differ between expert-parallel ranks.
-        groups: this rank's place.
-
-    Returns:
-        On rank 0 a state dict with all experts, on the CPU; on other ranks `state`.
+    """Return a state dict with all experts and parameters of all stages, on the CPU, on rank 0; on other ranks `state`.
+    Collective over the world. Names in `sharded` differ between expert-parallel ranks.
     """
     whole = {name: _gather(state[name], groups) for name in sorted(sharded) if name in state}
     merged = {**state, **whole} if groups.rank == _first(groups) else state
@@ -52,16 +45,8 @@ def gather_module_state(state: dict[str, Any], sharded: Collection[str], groups:
 def shard_module_state(
     state: Mapping[str, Any], local: Mapping[str, Tensor], sharded: Collection[str], groups: ParallelGroups
 ) -> dict[str, Any]:
-    """Return this rank's part of a whole state dict.
-
-    Args:
-        state: the state dict with all experts.
-        local: the live parameters, for their shapes.
-        sharded: names that differ between expert-parallel ranks.
-        groups: this rank's place.
-
-    Raises:
-        ConfigurationError: the checkpoint has another number of experts.
+    """Return this rank's part of a whole state dict, by the shapes of the live parameters. Names in `sharded` differ
+    between expert-parallel ranks. Raises `ConfigurationError` if the checkpoint has another number of experts.
     """
     parts = {}
     for name in sorted(sharded):
@@ -79,16 +64,9 @@ def shard_module_state(
 def gather_optimizer_state(
     optimizer: Optimizer, own: dict[str, Any], sharded: Collection[int], groups: ParallelGroups
 ) -> dict[str, Any]:
-    """Return all experts' optimizer state on rank 0, as without expert parallelism, each stage apart. Collective.
-
-    Args:
-        optimizer: a plain torch optimizer.
-        own: its state dict, of whole parameters.
-        sharded: `id` of parameters that differ between expert-parallel ranks.
-        groups: this rank's place.
-
-    Returns:
-        On rank 0 a whole state dict; elsewhere this rank's own.
+    """Return all experts' optimizer state on rank 0, as without expert parallelism, each stage apart; elsewhere this
+    rank's own. Collective. The optimizer is torch's; `sharded` has the `id` of parameters that differ between
+    expert-parallel ranks.
     """
     if sharded:
         own = _gather_experts(optimizer, own, sharded, groups)

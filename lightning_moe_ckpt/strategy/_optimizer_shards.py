@@ -38,20 +38,11 @@ def shard_optimizers(
     groups: ParallelGroups,
     gather: Gather,
 ) -> dict[str, OptimizerShard]:
-    """Replace parameters that train by this rank's pieces, in all groups and in state that exists.
+    """Replace parameters that train by this rank's pieces, in all groups and in state that exists. Return the shards by
+    name; scalars, parameters on a single rank, and those without elements that follow each other in memory have none.
 
-    Args:
-        optimizers: as the user configured them.
-        named_parameters: of the module.
-        expert_parallel: names that differ between expert-parallel ranks.
-        groups: this rank's place.
-        gather: see `OptimizerShard`.
-
-    Returns:
-        The shards by name; scalars, parameters on a single rank, and those without elements that follow each other in memory have none.
-
-    Raises:
-        ConfigurationError: an optimizer does not update elements apart from each other, or changes weights between steps.
+    Names in `expert_parallel` differ between expert-parallel ranks. Raises `ConfigurationError` if an optimizer does
+    not update elements apart from each other, or changes weights between steps.
     """
     optimizers = list(optimizers)
     if groups.world_size == 1:
@@ -154,12 +145,8 @@ def _refuse(optimizer: Optimizer) -> None:
 
 
 def gather_shards(state: dict[str, Any], optimizer: Optimizer, groups: ParallelGroups) -> dict[str, Any]:
-    """Return a state dict for whole parameters, on the first rank that shares them. Collective.
-
-    Args:
-        state: the optimizer's own state dict, with pieces.
-        optimizer: stepping pieces.
-        groups: this rank's place.
+    """Return a state dict for whole parameters, from the optimizer's own with pieces, on the first rank that shares
+    them. Collective.
     """
     shards = _shards(optimizer)
     if not shards:

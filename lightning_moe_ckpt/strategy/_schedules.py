@@ -51,20 +51,10 @@ Border = list[list[Any]]
 
 
 class Pipeline:
-    """This rank's stage, and its schedules.
+    """This rank's stage, and its schedules, over batches cut into `micro_batches` parts.
 
-    Args:
-        module: the LightningModule.
-        stage: this rank's part of the module.
-        groups: this rank's place.
-        micro_batches: number of parts into which a batch is cut.
-        schedule: order of forwards and backwards.
-        forward_context: makes a forward's context, such as autocast.
-        scale: scales a loss for the precision.
-        device: the stage's device.
-        upstream: log of tensors that cross the stage's borders.
-        metrics: the module's metrics.
-        enter: called where training comes to another phase.
+    `forward_context` makes a forward's context, such as autocast; `scale` scales a loss for the precision; `upstream`
+    logs tensors that cross the stage's borders; `enter` is called where training comes to another phase.
     """
 
     def __init__(

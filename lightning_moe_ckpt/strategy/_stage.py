@@ -247,11 +247,8 @@ class StageMetrics:
             self._is_local = before
 
     def value(self, metric: Metric, compute: Callable[[], Any]) -> Any:
-        """Return a metric's value for all stages. Collective, unless this rank asks as part of its stage.
-
-        Args:
-            metric: this rank's metric.
-            compute: returns its value over this stage's ranks. Collective over the stage.
+        """Return a metric's value for all stages, from `compute`, its value over this stage's ranks, which is
+        collective. Collective, unless this rank asks as part of its stage.
         """
         # `forward` computes its own batch's value, without unsynchronising, until it has put the states back.
         if self._is_local or self._upstream.silent or not metric._should_unsync:  # noqa: SLF001
@@ -331,13 +328,8 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class StageLogs:
-    """Losses and logged values of the batch under way.
-
-    Args:
-        module: the module with the `log` in use.
-        exchange: exchange between the stages of this rank's pipeline.
-        upstream: log with recorded answers, for a stage that repeats steps.
-        metrics: the module's metrics.
+    """Losses and logged values of the batch under way; the module's `log` is in use. The exchange is between the stages
+    of this rank's pipeline; `upstream` has recorded answers, for a stage that repeats steps.
     """
 
     def __init__(

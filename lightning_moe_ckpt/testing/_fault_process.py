@@ -48,15 +48,9 @@ def stop_for(pid: int, seconds: float) -> None:
 def lose_node(
     *, processes: list[list[int]], files: list[str], ready: str, others: list[str], record: str, patience: float
 ) -> None:
-    """Stop processes with their children, remove files, wait for other nodes, kill.
-
-    Args:
-        processes: id and start time of each, see `start_time`.
-        files: patterns of names, each with its directory.
-        ready: file to make once everything stands still and nothing is left.
-        others: such files of other nodes, to wait for.
-        record: file of JSON lines to append to.
-        patience: seconds to wait for other nodes.
+    """Stop processes (id and start time of each, see `start_time`) with their children, remove files by patterns of
+    names, make the file `ready`, wait up to `patience` seconds for such files of other nodes, kill. JSON lines are
+    appended to `record`.
     """
     doomed = _with_children(processes)
     _signal_all(doomed, signal.SIGSTOP)

@@ -245,13 +245,9 @@ def record_differences(
     known: Sequence[Record] | None = None,
     repeats_may_differ: Collection[str] = (),
 ) -> list[str]:
-    """Return a line per batch seen differently by some attempt, and per line of `reference` seen by none.
-
-    Args:
-        reference: lines of the fault-free run.
-        attempts: lines of each attempt.
-        known: `reference` with lines that need not have been seen; `None` for `reference`.
-        repeats_may_differ: see `assert_same_end`.
+    """Return a line per batch seen differently by some attempt, and per line of the fault-free run's `reference` seen
+    by none. `known` is `reference` with lines that need not have been seen; `None` for `reference`. For
+    `repeats_may_differ` see `assert_same_end`.
     """
     want = {_coordinates(line): line for line in (reference if known is None else known)}
     needed = {_coordinates(line) for line in reference}

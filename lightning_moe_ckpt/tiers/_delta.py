@@ -109,14 +109,9 @@ class EncodedDelta:
 def encode_delta(
     base: Baseline, segment_U8: Tensor, gradients: Gradients, *, audit: bool = False, mirrored: Run | None = None
 ) -> EncodedDelta:
-    """Encode a segment by the optimizer step that led to it.
-
-    Args:
-        base: facts about the previous boundary's segment, which the receiver has.
-        segment_U8: all bytes of the file; neither the segment nor the gradients may change until all is sent.
-        gradients: the step's gradients.
-        audit: whether the whole segment is sent too.
-        mirrored: run of the segment that the receiver has from elsewhere.
+    """Encode a segment by the optimizer step that led to it from the previous boundary's, which the receiver has.
+    Neither the segment, all bytes of the file, nor the gradients may change until all is sent. With `audit` the whole
+    segment is sent too. The receiver has the run `mirrored` from elsewhere.
     """
     now = Baseline.of(segment_U8)
     settings: dict[StepSettings, int] = {}
@@ -138,16 +133,11 @@ def encode_delta(
 
 
 class DeltaDecoder:
-    """Rebuild one segment from the previous one, in place, while the payload arrives.
+    """Rebuild one segment from the previous one, with which `base_U8` begins, in place, while the payload arrives.
+    Raises `Corrupt` if the recipe, from `encode_delta`, is damaged, or was made for another previous segment.
 
-    Args:
-        recipe: the recipe returned by `encode_delta`.
-        base_U8: memory that begins with the previous segment.
-        out_U8: memory for the segment and the gradients behind it, as large as the sender's.
-        mirrored: run of `out_U8` that is filled already, and not sent.
-
-    Raises:
-        Corrupt: the recipe is damaged, or was made for another previous segment.
+    `out_U8` has room for the segment and the gradients behind it, as the sender's; its run `mirrored` is filled
+    already, and not sent.
     """
 
     def __init__(self, recipe: bytes, base_U8: Tensor, out_U8: Tensor, mirrored: Run | None = None) -> None:
@@ -382,11 +372,7 @@ class _Sent:
 
 
 class DeltaChain:
-    """Track the generations of one rank as its holders have them. Only the sending thread uses it.
-
-    Args:
-        deltas: how gradients are sent.
-    """
+    """Track the generations of one rank as its holders have them. Only the sending thread uses it."""
 
     def __init__(self, deltas: Deltas) -> None:
         self._deltas, self._rounded = deltas, 0  # generations since holders had this rank's bytes
@@ -407,12 +393,8 @@ class DeltaChain:
         return self._newest.marker if self._newest and self._sending and self._sending.by_delta else None
 
     def encode(self, segment: SealedSegment, view_U8: Tensor, mirrored: Run | None = None) -> EncodedDelta | None:
-        """Return the delta for the next segment, which is digested; `None` if the segment has to be sent whole.
-
-        Args:
-            segment: the segment, as the tier takes it.
-            view_U8: all bytes of the segment.
-            mirrored: run of the segment that holders have filled.
+        """Return the delta for all bytes of the next segment, which is digested; `None` if the segment has to be sent
+        whole. Holders have filled its run `mirrored`.
         """
         sending = _Sent(generation=segment.generation, baseline=Baseline.of(view_U8), nbytes=view_U8.numel())
         self._sending = sending
@@ -436,12 +418,8 @@ class DeltaChain:
         return refusal is None
 
     def whole(self, marker: RankMarker, nbytes: int, drift: Sequence[float] = ()) -> None:
-        """Note that every holder has the generation under way whole.
-
-        Args:
-            marker: this rank's marker of the generation.
-            nbytes: bytes sent per holder.
-            drift: differences found by an audit, in parameters and in moments; empty without an audit.
+        """Note that every holder has the generation under way whole, in so many bytes. `drift` has the differences
+        found by an audit, in parameters and in moments; empty without an audit.
         """
         sent = self._sending
         assert sent is not None

@@ -213,19 +213,11 @@ def plan_delta(
     mirrored: Run | None = None,
     zeros: int = 0,
 ) -> DeltaPlan:
-    """Plan the origin of every byte of a segment.
+    """Plan the origin of every byte of a segment, from its header and the previous segment's, and the code of each
+    part's encoding, in the order of the file. Raises `Corrupt` if the codes do not fit the two headers.
 
-    Args:
-        base_header: header of the previous segment.
-        header: the segment's header.
-        codes: code of each part's encoding, in the order of the file.
-        dtype: dtype of the gradients.
-        whole: whether the whole segment is sent too.
-        mirrored: run of the segment that the receiver has; its parts have the code `LITERAL`, and are not sent.
-        zeros: bytes at the end of the segment, all zero, that are not sent.
-
-    Raises:
-        Corrupt: the codes do not fit the two headers.
+    With `whole` the whole segment is sent too. The receiver has the run `mirrored`; its parts have the code `LITERAL`.
+    Neither these are sent, nor the last `zeros` bytes, which are zero.
     """
     base, index = index_of(base_header), index_of(header)
     if len(codes) != len(index.prefixes) or not 0 <= zeros <= index.layout.nbytes - index.last:

@@ -151,15 +151,9 @@ def place_replicas(
 ) -> ReplicaPlacement:
     """Choose every rank's holders. Deterministic: equal arguments give equal placements on every rank.
 
-    Args:
-        domains: node and rack of every rank.
-        data_parallel: the ranks of each group with the same experts; every rank is in one group.
-        nbytes: bytes of one replica of each rank.
-        replicas: replicas of each rank besides its own copy.
-
-    Raises:
-        ConfigurationError: there are not more than `replicas` nodes, or one node is in two racks.
-        ValueError: the arguments do not name each rank once.
+    `data_parallel` has the ranks of each group with the same experts; every rank is in a group. `nbytes` are those of a
+    replica of each rank, and `replicas` come besides its own copy. Raises `ConfigurationError` if there are not more
+    than `replicas` nodes, or one node is in two racks, `ValueError` if the arguments do not name each rank once.
     """
     each_once = sorted(rank for group in data_parallel for rank in group) == [*range(len(nbytes))]
     if replicas < 0 or len(nbytes) != len(domains) or not each_once:
@@ -329,15 +323,8 @@ class Survival:
 
 
 def survival_probability(placement: ReplicaPlacement, lost: int, *, level: Level = "node") -> Survival:
-    """Compute the probability that a placement survives one simultaneous loss.
-
-    Args:
-        placement: holders of every rank's replicas.
-        lost: nodes or racks lost at once.
-        level: whether nodes or racks are lost. All nodes of unknown rack count as one rack.
-
-    Raises:
-        ValueError: there are fewer than `lost` nodes or racks.
+    """Compute the probability that a placement survives the loss of `lost` nodes or racks at once. All nodes of unknown
+    rack count as one rack. Raises `ValueError` if there are fewer.
     """
     names = sorted({_name(domain, level) for domain in placement.domains})
     if not 0 <= lost <= len(names):

@@ -46,17 +46,9 @@ _LAST_SECONDS = 2.0
 def claim_memory(
     claim: MemoryClaim, rank: int, resumed: GenerationId | None, *, dense_nbytes: int, older: bool = False
 ) -> RankMemory:
-    """Claim and return this rank's shared memory, with the earlier incarnations' copy of `resumed`.
-
-    Args:
-        claim: claim of this incarnation.
-        rank: this rank.
-        resumed: the generation resumed from; `None` for a fresh start.
-        dense_nbytes: bytes of a snapshot of everything on this rank.
-        older: whether generations before `resumed` are kept too, since `resumed` lacks some of the state.
-
-    Raises:
-        ConfigurationError: there is no room for a ring; the message says how many bytes are missing.
+    """Claim and return this rank's shared memory, with the earlier incarnations' copy of `resumed`, `None` for a fresh
+    start. With `older` generations before are kept too, since `resumed` lacks some of the state. Raises
+    `ConfigurationError` if there is no room for a ring; the message says how many bytes are missing.
     """
     log_unused_memory(claim, rank, resumed)
     memory = RankMemory(claim.tag, rank, url=claim.url)
@@ -68,12 +60,8 @@ def claim_memory(
 
 
 def has_plenty(wanted: int, reserved: int, exchange: Exchange) -> bool:
-    """Return whether all nodes have twice the memory that their ranks want. Collective.
-
-    Args:
-        wanted: bytes for this rank.
-        reserved: bytes that this rank has already, and may use again.
-        exchange: between all ranks.
+    """Return whether all nodes have twice the memory that their ranks want. Collective. `reserved` bytes this rank has
+    already, and may use again.
     """
     node = int(digest_of(this_domain().node.encode())[:15], 16)
     rows = exchange.gather([node, 2 * wanted - reserved, room_nbytes(shared_directory())])
@@ -83,15 +71,12 @@ def has_plenty(wanted: int, reserved: int, exchange: Exchange) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class RingRoom:
-    """What a rank's ring has room for.
+    """What a rank's ring has room for: generations of a window's `steps`, each with its segment's bytes, 2 or more
+    whole.
 
-    Args:
-        steps: bytes of each segment in a window.
-        generations: whole generations, 2 or more.
-        back_to_back: whether the next window begins as soon as one is full.
-        experts: bytes of the operators whose newest copy is kept, by name.
-        copies: copies of each such operator.
-        links: differences between windows of everything: bytes of the largest, and their number.
+    `back_to_back`: the next window begins as soon as a window is full. `experts` has the bytes of the operators of
+    which the newest copies are kept, by name, and `links` those of the largest difference between windows of
+    everything, and their number.
     """
 
     steps: Sequence[int]

@@ -84,12 +84,8 @@ class RedundancyFigures:
 
 
 def mirroring_of(placement: ReplicaPlacement, rank: int, peers: Sequence[Sequence[int]]) -> Mirroring:
-    """Return the mirroring of `rank` under a placement; pure, so that owners and holders agree.
-
-    Args:
-        placement: holders of all ranks' copies.
-        rank: this rank.
-        peers: the ranks that hold the same experts, or shards, for every such group of the world.
+    """Return the mirroring of `rank` under a placement; pure, so that owners and holders agree. `peers` are the ranks
+    that hold the same experts, or shards, for every such group of the world.
     """
 
     def among(owner: int) -> frozenset[int]:

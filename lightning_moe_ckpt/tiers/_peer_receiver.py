@@ -57,15 +57,11 @@ COPIES = 2
 
 
 class ReplicaStore:
-    """Keep the replicas of one owner. One thread uses the store after `allocate`.
+    """Keep the replicas of one owner on this node. One thread uses the store after `allocate`.
 
-    Args:
-        memory: memory of the owner's replicas on this node.
-        resumed: the generation that this process resumed from; an earlier process's replica of it stays.
-        keep: generations to keep besides the one being received.
-        ahead: whether a generation may begin before all ranks know of the previous one.
-        chained: whether generations may be differences to the previous generation.
-        offered: see `RankMemory.claim`.
+    An earlier process's replica of `resumed` stays. Generations to `keep` come besides the one being received. `ahead`:
+    a generation may begin before all ranks know of the previous one; `chained`: a generation may be a difference to
+    that. For `offered` see `RankMemory.claim`.
     """
 
     def __init__(

@@ -201,17 +201,12 @@ class ReplicaStream:
         sizes: Sequence[int],
         is_link: bool = False,
     ) -> None:
-        """Announce a generation, and wait until every holder has made room or has refused.
+        """Announce a generation with so many bytes per segment, and wait until every holder has made room or has
+        refused. Raises `NotReplicated` if no holder does.
 
-        Args:
-            generation: the generation to send.
-            keep: the generation complete on all ranks; holders may give up all others of this owner except `base`.
-            base: the generation that deltas may start from; other ranks may not know yet whether it is complete.
-            sizes: bytes for each segment.
-            is_link: whether the generation is a difference to the generation before.
-
-        Raises:
-            NotReplicated: no holder takes the generation.
+        `keep` is complete on all ranks: holders may give up all others of this owner except `base`, from which deltas
+        may start; other ranks may not know yet whether that is complete. `is_link`: the generation is a difference to
+        the generation before.
         """
         self._missing = dict(self._lost)
         names = (*numbers_of(generation), *numbers_of(keep), *numbers_of(base))
@@ -221,16 +216,9 @@ class ReplicaStream:
         self._expect_active()
 
     def send(self, step: int, view_U8: Tensor, wanted: Callable[[], bool], *, mirrored: Run | None = None) -> bool:
-        """Send the segment of boundary `step` at the pacer's speed; return `False` if it stopped being wanted.
-
-        Args:
-            step: the boundary.
-            view_U8: the segment's bytes.
-            wanted: returns whether the segment is still wanted.
-            mirrored: run that every holder has filled, see `fill`; it does not begin the segment.
-
-        Raises:
-            NotReplicated: no holder is left.
+        """Send the segment of boundary `step` at the pacer's speed; return `False` if the segment stopped being wanted.
+        Every holder has filled the run `mirrored`, see `fill`, which does not begin the segment. Raises `NotReplicated`
+        if no holder is left.
         """
         start, stop = mirrored or (0, 0)
         self._tell(Message(MessageKind.SEGMENT, (step, view_U8.numel(), start, stop)))
@@ -269,17 +257,10 @@ class ReplicaStream:
         return self._send_chunks(list(zip(begins, delta.payload, strict=False)), wanted)
 
     def finish(self, marker: bytes, *, like: bytes | None = None) -> tuple[float, ...]:
-        """Send the marker and wait until every holder has checked its copy.
-
-        Args:
-            marker: marker of the segments that were sent.
-            like: marker of `base`; given if and only if a delta was sent.
-
-        Returns:
-            After an audit the largest differences in parameters and in moments, over all holders; else empty.
-
-        Raises:
-            NotReplicated: a holder has no complete replica, or has other bytes than another holder.
+        """Send the marker of the segments that were sent and wait until every holder has checked its copy. `like`, the
+        marker of `base`, is given if and only if a delta was sent. Return, after an audit, the largest differences in
+        parameters and in moments, over all holders; else nothing. Raises `NotReplicated` if a holder has no complete
+        replica, or has other bytes than another.
         """
         payload = as_payload(marker if like is None else compress(marker, like))
         self._tell(Message(MessageKind.MARKER, (payload.numel(), int(like is not None))), payload)
@@ -374,17 +355,11 @@ class ReplicaStream:
 class Replication:
     """Own the sending stream of this rank and the receivers of other ranks' segments.
 
-    Args:
-        group: gloo group of all ranks, used for nothing else; see `Wire`.
-        run_id: the run's name.
-        tag: tag of the run's memory at its place.
-        url: the run's URL; identifies memory of replaced runs.
-        holders: ranks that keep replicas of this rank's segments; may be empty.
-        owners: ranks whose replicas this rank keeps; may be empty.
-        max_chunk: bytes of one message, the same on all ranks.
-        resumed: see `ReplicaStore`, as for `keep`, `chained` and `offered`.
-        ahead: whether a generation is sent before all ranks know of the previous one, so that it may be delta-encoded.
-        directory: directory of the replicas; default `shared_directory()`.
+    The gloo group of all ranks is used for nothing else, see `Wire`; a message has `max_chunk` bytes, the same on all
+    ranks. `holders` keep replicas of this rank's segments, and this rank those of `owners`; both may be empty. The
+    run's URL identifies memory of replaced runs, `tag` the run's memory at its place. With `ahead` a generation is sent
+    before all ranks know of the previous one, so that it may be delta-encoded. Replicas are in `directory`, by default
+    `shared_directory()`. For the rest see `ReplicaStore`.
     """
 
     def __init__(
@@ -425,15 +400,9 @@ class Replication:
     def allocate(
         self, sizes: Sequence[Sequence[int]], links: Sequence[SlotClass] = (), *, keep: int | None = None
     ) -> None:
-        """Reserve memory for every replica that this rank will keep.
-
-        Args:
-            sizes: bytes of each segment in a generation, by rank.
-            links: further slots for differences, by rank; may be empty.
-            keep: generations that holders keep, the same on all ranks; `None` leaves the number.
-
-        Raises:
-            ConfigurationError: not enough room; the message says how many bytes are missing.
+        """Reserve memory for every replica that this rank will keep, of segments in bytes, by rank, with further slots
+        for differences, if any. `keep` is the number of generations that holders keep, the same on all ranks; `None`
+        leaves it. Raises `ConfigurationError` if there is not enough room; the message says how many bytes are missing.
         """
         nbytes = sum(
             store.allocate(sizes[owner], keep=keep, links=links[owner : owner + 1])

@@ -164,13 +164,8 @@ def copy_of(numbers: Sequence[int]) -> tuple[str, tuple[float, ...]]:
 
 
 class Wire:
-    """Send messages to one peer and receive its answers, or the reverse. One thread uses it.
-
-    Args:
-        group: gloo group used for these messages only.
-        peer: rank of the other side.
-        to_holder: whether this side owns the segments.
-        max_chunk: most bytes of one operation.
+    """Send messages to one peer and receive its answers, or the reverse (`to_holder`: this side owns the segments). One
+    thread uses it, and nothing else its gloo group. One operation has at most `max_chunk` bytes.
     """
 
     def __init__(self, group: dist.ProcessGroup, peer: int, *, to_holder: bool, max_chunk: int) -> None:
@@ -178,11 +173,8 @@ class Wire:
         self._out, self._in = (_TO_HOLDER, _TO_OWNER) if to_holder else (_TO_OWNER, _TO_HOLDER)
 
     def start(self, message: Message, payload: Tensor | None = None) -> Sending:
-        """Begin to send; the payload must not change until `Sending.wait` returns.
-
-        Args:
-            message: the header to send.
-            payload: uint8, contiguous; the bytes announced by the message.
+        """Begin to send a header and the bytes that it announces: uint8, contiguous, unchanged until `Sending.wait`
+        returns.
         """
         header = message.to_header()
         works = [self._operate(header, self._out, receive=False)]

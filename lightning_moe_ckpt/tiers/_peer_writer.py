@@ -108,16 +108,12 @@ class PeerPlan(Protocol):
 
 
 class PeerWorker(TierWorker):
-    """Replicate generations of one rank.
+    """Replicate generations of one rank; the replication ends with the worker.
 
-    Args:
-        replication: sends and keeps copies; ended with the worker.
-        markers: makes this rank's markers.
-        resumed: the generation this incarnation began from; its copies stay until a newer one is complete everywhere.
-        keep: generations that holders keep.
-        room: returns the memory that holders reserve, once there is a plan; `None` for a slot of the ring.
-        deltas: how gradients may be sent; used if the replication sends ahead.
-        chains: plan of differences between generations, if any.
+    Copies of the generation that this incarnation began from, `resumed`, stay until a newer generation is complete
+    everywhere. `room` returns the memory that holders reserve, once there is a plan; `None` for a slot of the ring.
+    `deltas` says how gradients may be sent, if the replication sends ahead; `chains` is the plan of differences between
+    generations, if any.
     """
 
     paced = True
@@ -409,21 +405,10 @@ def join_peers(
     may_lack_nodes: bool = False,
 ) -> list[PeerWorker]:
     """Return this rank's worker in the peer tier, as a list; empty if no rank keeps copies of others. Collective.
+    Raises `ConfigurationError` on every rank if there are too few nodes, or the memory of one has no room.
 
-    Args:
-        config: number and place of copies.
-        claim: claim of this incarnation on memory.
-        markers: makes this rank's markers.
-        exchange: exchange between the ranks.
-        groups: this rank's place.
-        dense_nbytes: bytes of a snapshot of everything on this rank.
-        resumed: the generation that this incarnation resumed from.
-        plan: what is sent and kept.
-        device: device of the captured state.
-        may_lack_nodes: whether there may be fewer nodes than copies, since a run goes on without some.
-
-    Raises:
-        ConfigurationError: on every rank: there are too few nodes, or the memory of one has no room.
+    `dense_nbytes` are those of a snapshot of everything on this rank, on `device`. With `may_lack_nodes` there may be
+    fewer nodes than copies, since a run goes on without some.
     """
     domains, sizes = _domains(config.failure_domains, exchange, groups, dense_nbytes)
     replicas = _replicas(config, len({domain.node for domain in domains}) - 1, may_lack_nodes=may_lack_nodes)

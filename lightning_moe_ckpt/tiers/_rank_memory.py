@@ -72,14 +72,11 @@ class MemoryClaim:
 
 
 class RankMemory:
-    """Memory of one rank of a run in this node's shared memory.
+    """Memory of one rank of a run in this node's shared memory: a `ring` for its own captures, or a `replica`, for
+    segments that this process keeps for the rank.
 
-    Args:
-        tag: tag of the run at its place.
-        rank: rank whose segments the memory holds.
-        url: the run's URL; identifies memory of replaced runs.
-        directory: directory of shared memory; default as in `shared_directory`.
-        kind: `ring` for the rank's own captures, `replica` for segments that this process keeps for the rank.
+    The run's URL identifies memory of replaced runs, `tag` the run's at its place. The directory is by default as in
+    `shared_directory`.
     """
 
     def __init__(
@@ -134,13 +131,11 @@ class RankMemory:
         world_size: int = 0,
     ) -> None:
         """Take over the memory of earlier processes of this rank, once the generation to resume from is known.
+        `resumed` is kept until a newer generation is complete; all others go but, with `older`, those before, since
+        `resumed` lacks some of the state.
 
-        Args:
-            resumed: generation to keep until a newer one is complete; all others go. `None` keeps none.
-            older: whether earlier generations are kept too, since `resumed` lacks some of the state.
-            offered: generations of another history that users may still ask for; a ring with such a generation is not
-                changed.
-            world_size: number of ranks now; memory of ranks beyond is shared out among them.
+        A ring with a generation `offered`, of another history that users may still ask for, is not changed. Memory of
+        ranks beyond `world_size` is shared out among them.
         """
         self._remove_replaced_runs()
         for path, name in memory_files(self._directory, self._tag):
@@ -163,20 +158,13 @@ class RankMemory:
         small: Sequence[SlotClass] = (),
         experts: Mapping[str, int] = MappingProxyType({}),
     ) -> SegmentRing:
-        """Put a ring into use and return it: an earlier incarnation's if the size fits, else a new ring. If there is no room
-        beside them, earlier incarnations' rings are given up.
+        """Put a ring into use and return it: an earlier incarnation's if the size fits, else a new ring. If there is no
+        room beside them, earlier incarnations' rings are given up.
 
-        Args:
-            slot_nbytes: bytes of a slot.
-            num_slots: slots for segments.
-            block: slots for a generation.
-            keep: complete generations to keep.
-            small: further slots.
-            experts: operators whose newest copy is kept, see `SegmentRing.experts`.
-
-        Raises:
-            ConfigurationError: there is no room even so; the message says how many bytes are missing. `ring` is the
-                previous ring again; its memory may have been given up, see `renew`.
+        The ring has `num_slots` for segments, `block` of them for a generation, of which `keep` complete ones are kept;
+        for `experts` see `SegmentRing.experts`. Raises `ConfigurationError` if there is no room even so; the message
+        says how many bytes are missing. `ring` is the previous one again; its memory may have been given up, see
+        `renew`.
         """
         claimed = next((ring for ring in self._kept if _suits(ring, slot_nbytes, num_slots, small)), None)
         before, self.ring = self.ring, None
@@ -249,10 +237,8 @@ class RankMemory:
     # -- the end
 
     def close(self, *, unlink: bool) -> None:
-        """Release all memory. Closing twice is allowed.
-
-        Args:
-            unlink: whether the names are removed too; otherwise names stay if a later process could restore something.
+        """Release all memory, and with `unlink` remove the names too; otherwise names stay if a later process could
+        restore something. Closing twice is allowed.
         """
         newest = max(self.published, default=None)
         rings, self._kept, self.ring = [*self._all(), *self._of_gone, *self._offered], [], None

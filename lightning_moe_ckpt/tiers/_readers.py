@@ -167,11 +167,8 @@ class _Place:
 
 
 class HostTier:
-    """Read every ring and replica of one run in this node's shared memory, whichever rank owns it.
-
-    Args:
-        tag: tag of the run at its place; other memory is ignored.
-        directory: directory of shared memory; default as in `shared_directory`.
+    """Read every ring and replica of the run with `tag` in this node's shared memory, whichever rank owns it; other
+    memory is ignored. The directory is by default as in `shared_directory`.
     """
 
     name = HOST
@@ -321,11 +318,8 @@ def _read_fully(descriptor: int, start: int, out: memoryview, path: Path) -> Non
 
 
 class ObjectTier:
-    """Read committed generations of every rank, whole or by range.
-
-    Args:
-        store: store of the run, on any rank.
-        commits: commits that may be restored, as found by the coordinator.
+    """Read generations of every rank, whole or by range; of commits that may be restored, as the coordinator found
+    them.
     """
 
     name = STORAGE

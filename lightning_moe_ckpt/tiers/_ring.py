@@ -79,19 +79,12 @@ class SegmentRing(ExpertCopies):
         small: Sequence[SlotClass] = (),
         origin: str = "",
     ) -> SegmentRing:
-        """Reserve and map memory; replaces an earlier process's ring under `name`.
+        """Reserve and map memory; replaces an earlier process's ring under `name`, see `shared_name`.
 
-        Args:
-            name: see `shared_name`.
-            slot_nbytes: bytes of a slot, rounded up to whole pages.
-            num_slots: slots for segments.
-            directory: directory of the file; default as in `shared_directory`.
-            small: further slots, whole pages.
-            origin: digest of the run's URL.
-
-        Raises:
-            ConfigurationError: not enough room; the message says how many bytes are missing.
-            ValueError: a size is not positive.
+        Slots for segments have bytes rounded up to whole pages; further, small ones have whole pages. The directory is
+        by default as in `shared_directory`; `origin` is the digest of the run's URL. Raises `ConfigurationError` if
+        there is not enough room; the message says how many bytes are missing. Raises `ValueError` if a size is not
+        positive.
         """
         if slot_nbytes <= 0 or num_slots <= 0:
             raise ValueError(
@@ -201,11 +194,8 @@ class SegmentRing(ExpertCopies):
     # -- the window being filled
 
     def begin_window(self, generation: Hashable, *, is_link: bool = False) -> None:
-        """Open a window, in the snapshot role. Only one is open at a time, and a name is used once.
-
-        Args:
-            generation: name of the window's generation.
-            is_link: whether the generation will be a difference to the generation before, and so of no use without it.
+        """Open a window of `generation`, in the snapshot role. Only one is open at a time, and a name is used once.
+        `is_link`: the generation will be a difference to the generation before, and so of no use without it.
         """
         with self._lock:
             assert generation not in self._generations, f"{generation} was begun before"
@@ -214,15 +204,8 @@ class SegmentRing(ExpertCopies):
             self._generations[generation] = Generation(is_link=is_link)
 
     def acquire(self, generation: Hashable, step: int, nbytes: int = 0) -> Slot:
-        """Return memory to fill for the segment of `step`.
-
-        Args:
-            generation: generation of the open window; a difference gets a small slot.
-            step: the segment's boundary.
-            nbytes: bytes of the segment; one slot if 0.
-
-        Raises:
-            RingFull: there is no room.
+        """Return memory to fill for the segment of `step`, in the open window; one slot if 0 bytes are named. A
+        difference gets a small slot. Raises `RingFull` if there is no room.
         """
         with self._lock:
             entry = self._entry(generation, GenerationState.OPEN)
@@ -361,11 +344,8 @@ class SegmentRing(ExpertCopies):
             self.on_retired()
 
     def make_room(self, nbytes: int, stored: GenerationId | None) -> None:
-        """Drop the oldest differences until a small slot is free, but only differences that storage has on all ranks.
-
-        Args:
-            nbytes: bytes of the next difference.
-            stored: newest generation that storage has together with all before it in its chain.
+        """Drop the oldest differences until a small slot is free for the next one, but only those up to `stored`, the
+        newest generation that storage has, on all ranks, together with all before it in its chain.
         """
         with self._lock:
             links = [(name, entry) for name, entry in self._generations.items() if entry.is_link and entry.pins == 0]
@@ -404,11 +384,8 @@ class SegmentRing(ExpertCopies):
     # -- the end
 
     def close(self, *, unlink: bool = True) -> None:
-        """Release the memory, which is unmapped with its last view. Closing twice is allowed.
-
-        Args:
-            unlink: whether to remove the names too, if this process made or adopted the ring. A forked child never
-                does.
+        """Release the memory, which is unmapped with its last view, and with `unlink` remove the names too, if this
+        process made or adopted the ring. A forked child never does. Closing twice is allowed.
         """
         self._memory = None
         if self._file is not None:

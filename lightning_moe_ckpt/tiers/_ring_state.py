@@ -50,14 +50,11 @@ _CLASSES = 64
 
 
 class SlotPool:
-    """Pool of free slots: blocks of equal ones for segments, and small ones. Not thread-safe by itself.
+    """Pool of free slots: blocks of `block` equal ones for segments, and small ones. Not thread-safe by itself.
 
-    A block has room for a generation: its segments lie one behind the other in a block, each in slots for its own size, and
-    blocks become free as a whole. So blocks leave no gaps, whatever the order in which generations come and go.
-
-    Args:
-        header: number and sizes of the slots.
-        block: slots of a block. A generation that needs more takes several.
+    A block has room for a generation, and one that needs more takes several: its segments lie one behind the other in a
+    block, each in slots for its own size, and blocks become free as a whole. So blocks leave no gaps, whatever the
+    order in which generations come and go.
     """
 
     def __init__(self, header: RingHeader, block: int = 1) -> None:
@@ -89,11 +86,8 @@ class SlotPool:
         return (self._num_blocks - len(self._live)) * self.block
 
     def take(self, nbytes: int, beside: int | None = None) -> int | None:
-        """Return the first slot for a segment of `nbytes`; `None` if there is no room.
-
-        Args:
-            nbytes: bytes of the segment.
-            beside: slot of the generation's segment before; `None` for its first.
+        """Return the first slot for a segment of `nbytes`; `None` if there is no room. `beside` is the slot of the
+        generation's segment before; `None` for its first.
         """
         slots, at = -(-nbytes // self._header.slot_nbytes), -1 if beside is None else beside // self.block
         if beside is None or self._next[at] + slots > (at + 1) * self.block:

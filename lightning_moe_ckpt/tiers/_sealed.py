@@ -132,15 +132,9 @@ class SealedSegment:
 
 
 class Markers:
-    """Make the markers of one rank.
-
-    Args:
-        run_id: name of the run in storage.
-        rank: this rank; rank 0 is the coordinator, which commits and deletes.
-        world_size: number of ranks whose markers a commit needs.
-        policy: description of the policy in all markers, the same on all ranks; JSON values.
-        module: description of the module in the marker of rank 0.
-        lineage: past of this incarnation.
+    """Make the markers of one rank. Rank 0 is the coordinator, which commits and deletes; its markers have the
+    description of the module. That of the policy, in JSON values, is the same on all ranks. `lineage` is the past of
+    this incarnation.
     """
 
     def __init__(
@@ -172,16 +166,11 @@ class Markers:
         referenced: Sequence[ReferencedEntry] = (),
         spares: Sequence[ReferencedEntry] = (),
     ) -> RankMarker:
-        """Return the marker of a generation whose segments are all digested; from any thread.
+        """Return the marker of a generation whose segments are all digested, in any order; from any thread.
 
-        Args:
-            generation: the generation's name.
-            entries: entries of all its segments, in any order.
-            plan_hash: equal on all ranks, or the commit fails.
-            plan_json: kept as `plan` in the marker's policy.
-            unix_time: begin of the generation, seconds since 1970; the same for all tiers, however late a tier is.
-            referenced: entries of older generations that complete this rank's part.
-            spares: further copies in older generations, used if a copy turns out bad.
+        The plan's hash is equal on all ranks, or the commit fails; its JSON is kept as `plan` in the marker's policy.
+        `unix_time` is the begin of the generation, seconds since 1970, the same for all tiers, however late a tier is.
+        Entries of older generations complete this rank's part, and spares are used if a copy turns out bad.
         """
         segments = tuple(sorted(entries, key=lambda entry: entry.step))  # stable: files of one step keep order
         with self._lock:

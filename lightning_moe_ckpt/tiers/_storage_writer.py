@@ -54,19 +54,12 @@ _BASES = 4
 
 
 class PersistWorker(TierWorker):
-    """Take sealed segments of one rank and make their generations durable.
+    """Take sealed segments of one rank and make their generations durable; `retention` says which committed ones to
+    keep. The coordinator waits for other ranks up to `commit_timeout`.
 
     A generation with only some operators references older files for the rest. If such files turn out to be gone,
     `lost_base` is set, and the next generation must be whole. Where experts are taken in turns, markers also name the
-    last copy but one of each expert.
-
-    Args:
-        store: storage of the run.
-        markers: makes this rank's markers.
-        retention: rule for the committed generations to keep.
-        on_complete: see `TierWorker`.
-        commit_timeout: the coordinator's longest wait for other ranks.
-        duplicated: names of this rank's operators that keep two copies.
+    last copy but one of this rank's `duplicated` operators.
     """
 
     uses_references = True
@@ -230,12 +223,8 @@ class BadCopy:
 
 
 class Scrubber:
-    """Read one rank's share of older files.
-
-    Args:
-        files: source of the files.
-        newest: returns this rank's newest marker in storage; called from any thread.
-        bandwidth: most bytes per second.
+    """Read one rank's share of older files, at no more than `bandwidth` bytes per second. `newest` returns this rank's
+    newest marker in storage; called from any thread.
     """
 
     def __init__(

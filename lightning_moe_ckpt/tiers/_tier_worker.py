@@ -139,11 +139,8 @@ class WriteJob:
 class TierWorker(ABC):
     """Bring generations of one rank into one tier, in the order of their begin.
 
-    Args:
-        name: the tier's name.
-        markers: makes this rank's markers, for all tiers alike.
-        memories: memory on this node that the tier owns.
-        on_complete: called from the worker's thread with each generation that is complete here.
+    Markers are made for all tiers alike; the tier owns its `memories` on this node. `on_complete` is called from the
+    worker's thread with each generation that is complete here.
     """
 
     takes_every = False
@@ -287,12 +284,8 @@ class TierWorker(ABC):
     def planned(  # noqa: B027  # not for every tier
         self, exchange: Exchange, ring: SegmentRing, sizes: Sequence[int]
     ) -> None:
-        """Prepare for generations in `ring`. Collective. May raise together.
-
-        Args:
-            exchange: exchange between the ranks.
-            ring: ring of this rank.
-            sizes: bytes of each of this rank's segments, with gradients behind it.
+        """Prepare for generations in this rank's ring, with the bytes of each of its segments, with gradients behind
+        it. Collective. May raise together.
         """
 
     def let_go(self) -> None:  # noqa: B027  # of tiers that hold memory
@@ -502,11 +495,7 @@ class MissedWindows:
 
 
 class SkipCounter:
-    """Count of the generations that one tier has skipped.
-
-    Args:
-        tier: the tier's name, for messages.
-    """
+    """Count of the generations that one tier, named in messages, has skipped."""
 
     def __init__(self, tier: str) -> None:
         self.total = 0

@@ -54,12 +54,7 @@ class Decision:
 
     @classmethod
     def of(cls, rows: Sequence[Where], groups: ParallelGroups) -> Decision | str:
-        """Return the decision that follows from all ranks' positions, or why all ranks go on in place.
-
-        Args:
-            rows: positions of all ranks, by rank.
-            groups: this rank's groups.
-        """
+        """Return the decision that follows from all ranks' positions, by rank, or why all ranks go on in place."""
         size, count = groups.stage_size, groups.num_stages
         stages = [rows[stage * size : (stage + 1) * size] for stage in range(count)]
         segments = {range(row.first, row.stop) for row in rows if row.target >= 0}

@@ -97,11 +97,7 @@ class StageRecovery:
 
 
 class Permission:
-    """Whether a stage of this run may recover alone: found when first asked for, and never given again once refused.
-
-    Args:
-        trainer, module, own_callbacks, exact: see `StageAlone`.
-    """
+    """Whether a stage of this run may recover alone: found when first asked for, and never given again once refused."""
 
     def __init__(
         self, trainer: Trainer, module: LightningModule, own_callbacks: tuple[type[Callback], ...], *, exact: bool
@@ -169,13 +165,8 @@ class _Again(Exception):
 class StageAlone:
     """This rank's part in recoveries of single stages.
 
-    Args:
-        trainer, module: as in `setup`.
-        supervisor: this process's supervisor.
-        own_callbacks: callback classes outside of the run.
-        exact: whether stored state leads back to the same bits, and batches can be fetched again.
-        join: joins the other ranks again, and calls `decide`.
-        confirm: raises an error again unless another rank has failed.
+    `exact` says whether stored state leads back to the same bits, and batches can be fetched again. `join` joins the
+    other ranks again, and calls `decide`; `confirm` raises an error again unless another rank has failed.
     """
 
     def __init__(

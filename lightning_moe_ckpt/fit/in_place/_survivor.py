@@ -97,15 +97,7 @@ class OnlyBeats:
 
 
 class InPlace:
-    """The recoveries of one fit.
-
-    Args:
-        trainer, module: as in `setup`.
-        supervisor: this process's supervisor.
-        own_callbacks: callback classes outside of the run.
-        exact: see `StageAlone`.
-        leave: closes the aborted run's `FitSession`, if there is one.
-    """
+    """The recoveries of one fit. `leave` closes the aborted run's `FitSession`, if any; for `exact` see `StageAlone`."""
 
     def __init__(
         self,

@@ -44,19 +44,15 @@ def skip_batches(
     restarts: Mapping[int, int] | None = None,
     own: Sequence[Any] | None = None,
 ) -> None:
-    """Make the fetcher's iterator, with the state of this epoch's start, and skip the consumed batches.
+    """Make the fetcher's iterator, with the state of this epoch's start, and skip the `num_batches` completed in it.
 
     Unless items are known to draw nothing, batches are fetched and dropped, not skipped by index: only then is the
     random state inside loader workers (augmentation) right. An unsized loader is fetched one batch ahead: the last
-    fetch has already drawn for the next batch.
+    fetch has already drawn for the next batch. Nothing is fetched with `restarts`, each loader's last fetch in which it
+    started over, if all `can_advance`, and with `own`, the states of loaders that know their position.
 
-    Args:
-        trainer: the trainer whose loaders are positioned.
-        num_batches: batches completed in this epoch.
-        before_iter: called before samplers and workers draw their seeds.
-        before_fetch: called before each fetch with its index in the epoch, and once if there is no fetch.
-        restarts: each loader's last fetch in which it started over, if all `can_advance`; nothing is fetched then.
-        own: states of loaders that know their position; nothing is fetched then.
+    `before_iter` is called before samplers and workers draw their seeds; `before_fetch` before each fetch, with its
+    index in the epoch, and once if there is no fetch.
     """
     fit_loop = trainer.fit_loop
     fetcher, loader = fit_loop._data_fetcher, fit_loop._combined_loader
@@ -149,10 +145,8 @@ def _parts_of(dataset: Any) -> Sequence[Any]:
 def can_advance(trainer: Trainer, *, draw_nothing: bool = True) -> bool:
     """Return whether every loader can be brought to its position by its sampler alone.
 
-    Args:
-        trainer: the trainer whose loaders are checked.
-        draw_nothing: whether the user promises that items, and their processing in workers, draw no random numbers.
-            Otherwise only data seeded item by item and collated by torch is known to draw none.
+    With `draw_nothing` the user promises that items, and their processing in workers, draw no random numbers. Otherwise
+    only data seeded item by item and collated by torch is known to draw none.
     """
     return all(_can_advance(loader) and (draw_nothing or _draws_nothing(loader)) for loader in loaders_of(trainer))
 
@@ -267,13 +261,9 @@ def can_resize(trainer: Trainer) -> bool:
 class Resized(BatchSampler):
     """Batches of another size up to a place in an epoch, then of the loader's own size: same items in the same order.
 
-    Takes the place of the batch sampler of a trainer's loader, which `can_resize`, until `remove`.
-
-    Args:
-        trainer: trainer with the loader.
-        size: items per batch up to the place.
-        until: the place: epoch (`None` for the current epoch), and number of batches of that size in it.
-        replayed: whether an epoch's length counts all its batches with that size.
+    Takes the place of the batch sampler of a trainer's loader, which `can_resize`, until `remove`. The place `until` is
+    an epoch (`None` for the current one) and a number of batches of that size in it; `replayed` says whether an epoch's
+    length counts all its batches with that size.
     """
 
     # Slots: attributes would be followed like the user's.

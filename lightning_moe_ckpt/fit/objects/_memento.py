@@ -49,15 +49,12 @@ def is_small(each: Any, most_nbytes: int = 2**20) -> bool:
 
 
 class Memento:
-    """Objects' state at one moment.
+    """State at one moment of the objects that are found from `roots`, and of the attributes of `shallow` objects, not
+    searched further.
 
-    Args:
-        roots: objects at which the search begins.
-        shallow: objects with remembered attributes not searched further.
-        restored: tensors with values restored elsewhere.
-        apart: types of objects left alone.
-        most_items: longest searched container; of longer containers only the items' identities are remembered.
-        copies: returns whether a tensor or array is copied; by default those up to 1 MiB.
+    Tensors in `restored` get their values elsewhere, objects of types in `apart` are left alone, and of containers
+    longer than `most_items` only the items' identities are remembered. `copies` returns whether a tensor or array is
+    copied; by default those up to 1 MiB.
     """
 
     def __init__(

@@ -49,10 +49,8 @@ _HOOKED = ("._output_capturing_hooks_installed", "._is_hooked")
 class Values:
     """Objects held by owners, directly or through other objects.
 
-    Args:
-        most_nbytes: limit for all changes together, in bytes.
-        untouched: names of attributes and objects to leave alone; `*` stands for anything.
-        speaks: whether the log names objects that cannot be stored.
+    All changes together are limited to `most_nbytes`; names in `untouched`, of attributes and objects, are left alone,
+    and `*` stands for anything; `speaks` says whether the log names objects that cannot be stored.
     """
 
     def __init__(self, *, most_nbytes: int, untouched: Sequence[str], speaks: bool = True) -> None:
@@ -86,13 +84,11 @@ class Values:
         *,
         always: Collection[str] = (),
     ) -> None:
-        """Set the owners. The present state of new owners is the reference.
+        """Set the owners, each with names of attributes that are not the user's. The present state of new owners is the
+        reference.
 
-        Args:
-            owners: objects, each with names of attributes that are not the user's, by name.
-            elsewhere: objects restored elsewhere, to which entries may refer.
-            always: names of entries taken even if unchanged; with `#` at the end, of objects that a later process has
-                not made.
+        Entries may refer to objects `elsewhere`, which are restored there. Entries in `always` are taken even if
+        unchanged; with `#` at the end, those of objects that a later process has not made.
         """
         self._roots = {name: node for name, node in self._roots.items() if owners.get(name, (None,))[0] is node.each}
         self._at = {id(each): (name, each) for name, each in elsewhere.items()}
@@ -162,13 +158,11 @@ class Values:
         forget_new: bool = False,
         but: tuple[str, ...] = (),
     ) -> None:
-        """Restore, in place, the result of `take`, and the reference for everything else.
+        """Restore, in place, the result of `take`, in this or an earlier process, and the reference for everything
+        else.
 
-        Args:
-            moved: result of `take`, in this process or an earlier process.
-            of: first parts of owners' names; other owners are left as they are.
-            forget_new: whether attributes added since then are deleted.
-            but: first parts of names to leave alone.
+        Owners whose names begin with another part than those in `of`, or with a part in `but`, are left as they are.
+        With `forget_new` attributes added since then are deleted.
         """
         self._look()
         nodes = {**self._kept, **self._roots, **{node.name: node for node in self._order}}

@@ -107,11 +107,8 @@ class TutelTap:
 
 
 def tutel_slots(block: Any, factors: Capacity) -> Callable[[int], int] | None:
-    """Return a function from this rank's tokens to an expert's slots, for a layer like Tutel's; `None` for another layer.
-
-    Args:
-        block: the layer.
-        factors: capacity factor of each gate. A forward's gate is not known; of several factors the largest counts.
+    """Return a function from this rank's tokens to an expert's slots, for a layer like Tutel's; `None` for another
+    layer. A forward's gate is not known; of the gates' several factors the largest counts.
 
     Source: Tutel (commit 82af7aa), `impls/fast_dispatch.py`, lines 182-199.
     """
