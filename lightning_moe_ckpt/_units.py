@@ -41,10 +41,8 @@ def rate_text(nbytes_per_second: float) -> str:
 
 
 def read_size(text: object) -> int:
-    """Return bytes that a whole number or text such as `400MB` or `1.5 GiB` says.
-
-    Raises:
-        ValueError: it is neither, or less than one byte.
+    """Return bytes that a whole number or text such as `400MB` or `1.5 GiB` says. Raises `ValueError` for any other
+    value, or less than one byte.
     """
     found = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
     unit = None if found is None else _KINDS_OF_SIZE.get(found[2].lower())
@@ -60,9 +58,7 @@ def read_size(text: object) -> int:
 
 def read_duration(value: object) -> timedelta:
     """Return the time that a `timedelta`, a number of seconds, or text such as `25`, `90s`, `10 min` or `0:10:00` says.
-
-    Raises:
-        ValueError: it is none of these, or negative.
+    Raises `ValueError` for any other value, or a negative time.
     """
     seconds: float | None = None
     if isinstance(value, timedelta):

@@ -182,7 +182,9 @@ class _Encoder:
         if writer is not None:
             return writer(self, value)
         if isinstance(value, np.generic):
-            return self._numpy_scalar(value)
+            if not is_plain(value.dtype) or value.dtype.type is not type(value):
+                return self.refuse(f"numpy scalar of {value.dtype}, which is not a plain number")
+            return _tagged("N", [_quoted(value.dtype.str), _quoted(value.tobytes().hex())])
         return self.refuse(f"{kind.__module__}.{kind.__qualname__} is not a type that can be stored exactly")
 
     def container(self, tag: str, value: Any) -> str:
@@ -278,11 +280,6 @@ class _Encoder:
         node = self.node(value)
         self._place.pop()
         return node
-
-    def _numpy_scalar(self, value: np.generic) -> str:
-        if not is_plain(value.dtype) or value.dtype.type is not type(value):
-            return self.refuse(f"numpy scalar of {value.dtype}, which is not a plain number")
-        return _tagged("N", [_quoted(value.dtype.str), _quoted(value.tobytes().hex())])
 
 
 class _Outline(_Encoder):

@@ -52,11 +52,8 @@ class JournalCapacity:
 
 
 def encode_journal(journal: Journal, capacity: int, on_host: Mapping[int, Tensor] | None = None) -> bytes:
-    """Encode a journal to bytes for the start of a record with `capacity` bytes; `on_host` as for `encode`.
-
-    Raises:
-        JournalOverflow: the bytes do not fit.
-        CodecError: a value in the journal cannot be stored exactly.
+    """Encode a journal to bytes for the start of a record with `capacity` bytes; `on_host` as for `encode`. Raises
+    `JournalOverflow` if the bytes do not fit; `CodecError` if a value in the journal cannot be stored exactly.
     """
     payload = encode(journal, on_host)
     nbytes = _LENGTH.size + len(payload)

@@ -90,14 +90,6 @@ def _python_state(version: int, words: tuple[int, ...], gauss: float | None) -> 
     return (version, array, gauss)
 
 
-def _numpy_state() -> dict[str, Any]:
-    state: Any = np.random.get_state(legacy=False)  # noqa: NPY002  # the global state is what user code draws from
-    if state["bit_generator"] != "MT19937":
-        return state  # type: ignore[no-any-return]
-    words = state["state"]
-    return _mersenne_state(words["key"].tobytes(), words["pos"], state["has_gauss"], state["gauss"].hex())
-
-
 @lru_cache(maxsize=4)
 def _mersenne_state(key: bytes, pos: int, has_gauss: int, gauss: str) -> dict[str, Any]:
     """Return numpy's state: like Python's, the same object while nothing is drawn. Do not write to this object."""
@@ -173,7 +165,11 @@ class _WatchedNumpy(_Watched):
 
     @override
     def _read(self) -> Any:
-        return _numpy_state()
+        state: Any = np.random.get_state(legacy=False)  # noqa: NPY002  # the global state is what user code draws from
+        if state["bit_generator"] != "MT19937":
+            return state
+        words = state["state"]
+        return _mersenne_state(words["key"].tobytes(), words["pos"], state["has_gauss"], state["gauss"].hex())
 
     @override
     def _holds(self, seen: tuple[bytes, ...]) -> bool:

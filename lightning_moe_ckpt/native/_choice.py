@@ -46,10 +46,8 @@ _REPEATS = 5
 
 
 def create_engine(device: torch.device) -> CopyEngine:
-    """Return the copy engine for parameters on `device`; compiled if the library is there and passes its check.
-
-    Raises:
-        ValueError: the device is neither CPU nor CUDA.
+    """Return the copy engine for parameters on `device`; compiled if the library is there and passes its check. Raises
+    `ValueError` if the device is neither CPU nor CUDA.
     """
     if device.type == "cpu":
         library = cpu()
@@ -120,13 +118,8 @@ def replay_adam(state: AdamState, steps: Sequence[AdamStep], *, threads: int | N
 
 
 def measure_bandwidth(nbytes: int, device: torch.device | None = None) -> float:
-    """Return the median rate of a few copies of `nbytes` by the engine of `device` (default: CPU) into mapped memory.
-
-    Returns:
-        Bytes per second.
-
-    Raises:
-        ValueError: `nbytes` is not positive.
+    """Return the median rate of a few copies of `nbytes` by the engine of `device` (default: CPU) into mapped memory,
+    in bytes per second. Raises `ValueError` if `nbytes` is not positive.
     """
     if nbytes <= 0:
         raise ValueError(f"`measure_bandwidth(nbytes={nbytes})` must be positive.")

@@ -333,10 +333,8 @@ class CompiledCudaEngine(CompiledEngine):
                 return  # that ticket reports the failure
 
     def _attach(self, copies: PlannedCopies | PlannedTable, plan: CopyPlan) -> None:
-        """Allocate staging memory and upload the list read by kernels; the copies keep both.
-
-        Raises:
-            RuntimeError: memory is exhausted, or the device cannot be used.
+        """Allocate staging memory and upload the list read by kernels; the copies keep both. Raises `RuntimeError` if
+        memory is exhausted, or the device cannot be used.
         """
         num_units = int(self._library.moe_cuda_plan_num_units(plan.handle))
         if num_units == 0:
@@ -508,12 +506,8 @@ def _cleared(code: int) -> int:
             ctypes.CDLL(None).cudaGetLastError()  # torch loads the runtime with its symbols for everybody
         except AttributeError:
             log.debug("the CUDA runtime has no symbol to clear error %d by; a small kernel takes it", code)
-            _take_error()
+            try:
+                _cuda._sleep(0)  # noqa: SLF001  # the smallest kernel torch has
+            except RuntimeError as error:
+                log.debug("cleared: %s", error)
     return code
-
-
-def _take_error() -> None:
-    try:
-        _cuda._sleep(0)  # noqa: SLF001  # the smallest kernel torch has
-    except RuntimeError as error:
-        log.debug("cleared: %s", error)

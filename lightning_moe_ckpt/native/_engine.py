@@ -48,10 +48,8 @@ class PipelinePhase(IntEnum):
 
 
 class CopyList:
-    """Checked list of copies. Make it for a list that is submitted repeatedly: checking costs 1 us a pair.
-
-    Raises:
-        ValueError: a pair differs in size, or its types have no exact or rounding conversion.
+    """Checked list of copies. Make it for a list that is submitted repeatedly: checking costs 1 us a pair. Raises
+    `ValueError` if a pair differs in size, or its types have no exact or rounding conversion.
     """
 
     def __init__(self, copies: Sequence[Copy]) -> None:
@@ -94,8 +92,7 @@ class CopyTable:
 
     The same table fills any block: copies depend on the block only by its address.
 
-    Raises:
-        ValueError: a row takes elements that its source does not have.
+    Raises `ValueError` if a row takes elements that its source does not have.
     """
 
     sources: Sequence[Tensor]
@@ -200,13 +197,9 @@ class Ticket(ABC):
         """Whether all bytes have arrived, or the copy has failed."""
 
     def fence(self) -> float:
-        """Wait until the calling thread, or its current stream, may overwrite the sources.
-
-        Returns:
-            Seconds the calling thread was blocked. On CUDA the wait happens on the device and this is near zero.
-
-        Raises:
-            CheckpointError: the copy failed; the destinations hold garbage.
+        """Wait until the calling thread, or its current stream, may overwrite the sources. Returns seconds the calling
+        thread was blocked. On CUDA the wait happens on the device and this is near zero. Raises `CheckpointError` if
+        the copy failed; the destinations hold garbage.
         """
         start = None if self.done else time.perf_counter()
         self.wait()
@@ -214,11 +207,9 @@ class Ticket(ABC):
 
     @abstractmethod
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Block until all bytes have arrived at the destinations. The engine writes nothing there afterwards.
-
-        Raises:
-            CheckpointError: the copy failed; the destinations hold garbage.
-            TimeoutError: the copy is still running after `timeout`.
+        """Block until all bytes have arrived at the destinations. The engine writes nothing there afterwards. Raises
+        `CheckpointError` if the copy failed (the destinations hold garbage); `TimeoutError` if the copy is still
+        running after `timeout`.
         """
 
 
@@ -235,10 +226,8 @@ class CopyEngine(Protocol):
         """Undo `register`. With CUDA the call waits for copies, because fenced copies may still be running."""
 
     def prepare(self, copies: Sequence[Copy]) -> CopyList:
-        """Check and arrange a list that will be submitted many times. Call `register` before.
-
-        Raises:
-            ValueError: a pair differs in size, or its types have no exact or rounding conversion.
+        """Check and arrange a list that will be submitted many times. Call `register` before. Raises `ValueError` if a
+        pair differs in size, or its types have no exact or rounding conversion.
         """
 
     def submit(self, copies: Sequence[Copy] | CopyList) -> Ticket:
@@ -285,8 +274,7 @@ def copy_through(engine: CopyEngine, copies: Sequence[Copy]) -> None:
     Work queued earlier on the current stream runs before the copies, later work sees the new values. Version counters
     rise as with `copy_`.
 
-    Raises:
-        CheckpointError: the copy failed; the destinations hold garbage.
+    Raises `CheckpointError` if the copy failed; the destinations hold garbage.
     """
     ticket = engine.submit(copies)
     engine.fence(ticket)

@@ -131,11 +131,7 @@ CompressedGradient: TypeAlias = QuantizedGradient | SparseGradient
 
 
 def check_gradient(gradient: Tensor, position: int) -> None:
-    """Raise unless a gradient can be compressed.
-
-    Raises:
-        ValueError: the dtype is none of float32, bfloat16 and float16, or the tensor is not contiguous.
-    """
+    """Raise `ValueError` unless a gradient can be compressed: contiguous, of float32, bfloat16 or float16."""
     if gradient.dtype not in DTYPE_CODES:
         raise ValueError(
             f"Gradient {position} is {gradient.dtype}; float32, bfloat16 and float16 can be compressed. "
@@ -233,10 +229,8 @@ def pack_gradient(compressed: CompressedGradient) -> Tensor:
 
 
 def unpack_gradient(packed_U8: Tensor, numel: int) -> CompressedGradient:
-    """Return the argument of `pack_gradient`, flat.
-
-    Raises:
-        ValueError: the bytes are no packed gradient of so many elements.
+    """Return the argument of `pack_gradient`, flat. Raises `ValueError` if the bytes are no packed gradient of so many
+    elements.
     """
     how, shape = GradientCompression(), torch.Size([numel])
     word, rest = packed_U8[:_WORD_NBYTES], packed_U8[_WORD_NBYTES:]

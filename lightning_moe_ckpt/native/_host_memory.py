@@ -165,13 +165,9 @@ def _shares(address: int, nbytes: int, num: int) -> list[tuple[int, int]]:
 
 
 def populate(address: int, nbytes: int) -> bool:
-    """Map all pages of a range for writing; no byte changes.
-
-    Returns:
-        Whether the kernel can do this (Linux 5.14). If not, pages are mapped one by one when they are first written.
-
-    Raises:
-        OSError: the range is not mapped memory, or there is no memory left.
+    """Map all pages of a range for writing; no byte changes. Returns whether the kernel can do this (Linux 5.14). If
+    not, pages are mapped one by one when they are first written. Raises `OSError` if the range is not mapped memory, or
+    there is no memory left.
     """
     start = address - address % mmap.PAGESIZE
     code = _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(address + nbytes - start), _MADV_POPULATE_WRITE)
@@ -182,10 +178,8 @@ def populate(address: int, nbytes: int) -> bool:
 
 
 def prefer_node(address: int, nbytes: int, node: int) -> bool:
-    """Ask the kernel to take the unmapped pages of a range from memory node `node`, if it has room.
-
-    Returns:
-        Whether the kernel accepted.
+    """Ask the kernel to take the unmapped pages of a range from memory node `node`, if it has room. Returns whether the
+    kernel accepted.
     """
     syscall = _SYSCALL_MBIND.get(platform.machine())
     if syscall is None:
@@ -373,8 +367,7 @@ def append(file: int, chunk: memoryview, position: int) -> None:
 
     Beginning early is a hint only. Measured: 256 MB are durable in two thirds of the time of write-then-fsync.
 
-    Raises:
-        OSError: as `os.write`.
+    Raises `OSError` as `os.write` does.
     """
     library = cpu()
     if library is None or chunk.nbytes < _LARGE_NBYTES:

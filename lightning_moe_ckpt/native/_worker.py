@@ -81,10 +81,8 @@ class Worker:
         return self.call("event_fd", self.handle)
 
     def stop(self) -> bool:
-        """Finish the submitted lists and end the thread; tickets stay usable.
-
-        Returns:
-            Whether the thread has ended. If the device hangs, the memory that it may still read stays allocated.
+        """Finish the submitted lists and end the thread; tickets stay usable. Returns whether the thread has ended. If
+        the device hangs, the memory that it may still read stays allocated.
         """
         if self.is_ours and self.call("stop", self.handle, _LONGEST_US) == _TIMED_OUT:
             _leave(self.handle, self.pending)

@@ -63,8 +63,8 @@ class Box:
 
         A rank without any elements has an empty part at the parameter's begin: the optimizer's scalars need a record.
 
-        Returns:
-            First element, and the element after the last, in memory; the first one's global index, or, with `bounds`, its index in the box.
+        Returns first element, and the element after the last, in memory; the first one's global index, or, with
+        `bounds`, its index in the box.
         """
         first, last = self._before(start), self._before(stop)
         if first == last and not (start == 0 and self.numel == 0):

@@ -83,10 +83,8 @@ class LoadCounter:
                 counts.mute()
 
     def read_and_reset(self) -> Tensor:
-        """Return the sums since the last call, `[sum of num_experts]`, without waiting for the device.
-
-        Returns:
-            int64, or float64 for probabilities; on the layers' device, or on the CPU if they are on several.
+        """Return the sums since the last call, `[sum of num_experts]`, without waiting for the device. Returns int64,
+        or float64 for probabilities; on the layers' device, or on the CPU if they are on several.
         """
         self._drain()
         taken = [counts.take() for _, _, counts in self._taps]

@@ -110,21 +110,17 @@ def _shape_tiny(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def first_states(optimizer: Optimizer) -> dict[Kind, tuple[nn.Parameter, dict[str, Any]]]:
-    """Return a copied parameter of each kind, with its state after two steps; with sparse gradients if the class refuses others.
-
-    Raises:
-        Exception: any, raised by the class because of copied parameters and gradients.
-        LookupError: it keeps state of something that is no parameter.
+    """Return a copied parameter of each kind, with its state after two steps; with sparse gradients if the class
+    refuses others. Raises what the class raises because of copied parameters and gradients; `LookupError` if the class
+    keeps state of something that is no parameter.
     """
     return _with_gradients(optimizer, _first_states)
 
 
 def attributes_of(optimizer: Optimizer) -> tuple[str, ...]:
     """Return the attributes that another optimizer needs beside the state to take the same steps, as after a restart.
-
-    Raises:
-        Exception: any, raised by the class because of copied parameters and gradients.
-        UnsupportedOptimizer: it takes other steps, whatever it is given.
+    Raises what the class raises because of copied parameters and gradients; `UnsupportedOptimizer` if that optimizer
+    takes other steps, whatever is given to it.
     """
     return _with_gradients(optimizer, _attributes_of)
 
@@ -190,10 +186,8 @@ def _is_plain(value: object) -> bool:
 
 
 def coupling_of(optimizer: Optimizer) -> Reach:
-    """Return the widest coupling shown by copies of all kinds of parameters.
-
-    Raises:
-        Exception: any, raised by the class because of copied parameters and gradients.
+    """Return the widest coupling shown by copies of all kinds of parameters. Raises what the class raises because of
+    copied parameters and gradients.
     """
     found = Reach("element")
     with _no_trace(optimizer):

@@ -60,8 +60,9 @@ def discover(module: nn.Module, *, ep_size: int = 1, unknown: Literal["refuse", 
     refuse = unknown == "refuse" or ep_size > 1
     found = list(_find_layers(module, index, refuse=refuse))
     layers = [spec for _, spec in found if spec is not None]
-    if not refuse:
-        layers = _without_double(layers)
+    if not refuse:  # parameters of layers that share a name are placed one by one
+        names = [layer.fqn for layer in layers]
+        layers = [layer for layer in layers if names.count(layer.fqn) == 1]
     _check_layers(layers, ep_size)
     placement = Placement(index, layers)
     suspects = _suspects(module, placement.unplaced, found, layers)
@@ -128,12 +129,6 @@ def _may_shard(block: nn.Module) -> bool:
 
 def _say_whole(what: str) -> None:
     log.info("taken whole, as dense parameters, since nothing knows where their experts are: %s", what)
-
-
-def _without_double(layers: list[MoELayerSpec]) -> list[MoELayerSpec]:
-    """Drop layers that share a name; their parameters are placed one by one."""
-    names = [layer.fqn for layer in layers]
-    return [layer for layer in layers if names.count(layer.fqn) == 1]
 
 
 def _check_layers(layers: list[MoELayerSpec], ep_size: int) -> None:

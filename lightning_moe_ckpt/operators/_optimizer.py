@@ -134,11 +134,9 @@ class StateSchema:
         return StateWatch(self.optimizer, params)
 
     def get_state(self, param: Tensor, key: str) -> Tensor | None:
-        """Return the live tensor of state `key`, or `None` if there is none yet, or the optimizer does not train the parameter.
-
-        Raises:
-            KeyError: the schema has no such entry for this parameter.
-            UnsupportedOptimizer: the tensor is not of the schema's dtype or shape.
+        """Return the live tensor of state `key`, or `None` if there is none yet, or the optimizer does not train the
+        parameter. Raises `KeyError` if the schema has no such entry for this parameter; `UnsupportedOptimizer` if the
+        tensor is not of the schema's dtype or shape.
         """
         entry = next((each for each in self.entries(param) if each.key == key), None)
         if entry is None:

@@ -132,7 +132,8 @@ class GroupAbort:
             with self._lock:
                 _shut_down(self._targets())
         self._aborted_at = time.monotonic()
-        _abort_nccl()
+        if dist.is_initialized() and dist.is_nccl_available() and dist.get_backend() == "nccl":
+            dist.distributed_c10d._abort_process_group()  # noqa: SLF001  # torch has no public abort, which also ends kernels that wait
 
     def close(self, groups: Iterable[dist.ProcessGroup | None]) -> None:
         """Keep the groups of abandoned operations until these return, or the process ends. Call before `groups` are destroyed."""
@@ -224,12 +225,6 @@ def _keep_for_ever() -> None:
     for works, groups in _kept:
         for each in (*works, *groups):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
-
-
-def _abort_nccl() -> None:
-    """Abort NCCL's communicators, which also ends kernels that wait on the device."""
-    if dist.is_initialized() and dist.is_nccl_available() and dist.get_backend() == "nccl":
-        dist.distributed_c10d._abort_process_group()  # noqa: SLF001  # torch has no public abort
 
 
 def _connected(ports: Collection[int] | None = None) -> set[int]:

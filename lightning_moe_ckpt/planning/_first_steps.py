@@ -25,8 +25,7 @@ class CountProof(StepFollower):
 
     Wrong counts end the fit if counts are `required`; else `distrust` is called with the layers that have them.
 
-    Raises:
-        WrongCounts: counts are required, and a layer has none.
+    Raises `WrongCounts` if counts are required, and a layer has none.
     """
 
     def __init__(
@@ -58,10 +57,8 @@ class CountProof(StepFollower):
 
     @override
     def before_step(self) -> None:
-        """Judge the counts, when gradients are whole and before the optimizer steps. Collective while watching.
-
-        Raises:
-            WrongCounts: on every rank, if counts are required and wrong on any rank.
+        """Judge the counts, when gradients are whole and before the optimizer steps. Collective while watching. Raises
+        `WrongCounts`, on every rank, if counts are required and wrong on any rank.
         """
         if not self._watching or self.is_over:
             return

@@ -349,10 +349,8 @@ class LedgerKeeper(Counting):
 
     @override
     def restore(self, outcome: Mapping[str, Any]) -> None:
-        """Go on from the ledger at the boundary this incarnation starts from.
-
-        Raises:
-            IdentityMismatch: the ledger counts other experts.
+        """Go on from the ledger at the boundary this incarnation starts from. Raises `IdentityMismatch` if the ledger
+        counts other experts.
         """
         stored = outcome.get("accounting")
         self._bad.restored(outcome.get("bad", {}))

@@ -232,10 +232,8 @@ class Planner:
             measure.batch_begins(replaying=replaying, planned=planned, last_step=last_step)
 
     def forward_ends(self) -> None:
-        """Note that the optimizer is about to step, with whole gradients. Collective while counts are checked.
-
-        Raises:
-            WrongCounts: restores depend on token counts, and the counts differ from the tokens that experts process.
+        """Note that the optimizer is about to step, with whole gradients. Collective while counts are checked. Raises
+        `WrongCounts` if restores depend on token counts, and the counts differ from the tokens that experts process.
         """
         for measure in self._measures:
             measure.before_step()

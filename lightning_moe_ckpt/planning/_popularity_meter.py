@@ -94,9 +94,7 @@ class CaptureOrder(StepFollower):
 
 class PopularityMeter(CaptureOrder):
     """Meter of experts' popularity among this rank's tokens, which decides if the order of capture is out of date.
-
-    Raises:
-        ConfigurationError: a layer does not show the counts that `config` needs.
+    Raises `ConfigurationError` if a layer does not show the counts that `config` needs.
     """
 
     def __init__(self, config: Popularity, operators: OperatorSet, module: nn.Module) -> None:

@@ -70,10 +70,8 @@ class Plan:
 
     @classmethod
     def of_slots(cls, slots: Sequence[Sequence[str]], *, interval_steps: int = 0) -> Plan:
-        """Return the plan that takes FULL of `slots[j]` in step j, and COMPUTE of later slots' operators.
-
-        Raises:
-            ValueError: there is no slot, or an operator is named twice.
+        """Return the plan that takes FULL of `slots[j]` in step j, and COMPUTE of later slots' operators. Raises
+        `ValueError` if there is no slot, or an operator is named twice.
         """
         names = [name for slot in slots for name in slot]
         if len(set(names)) < len(names):

@@ -118,7 +118,10 @@ class SelectivePolicy(ExpertPolicy):
     def _of_position(
         self, index: int, tables: Sequence[ExpertTable], held: ExpertRows, budgets: Mapping[str, int]
     ) -> tuple[ExpertRows, ExpertRows]:
-        remote = _remote_levels(tables, index)
+        # Those outside the node, in the order of their turns.
+        levels = [level for level in (STORAGE, PEER) if level in tables[0].unsaved]
+        turn = jitter(index, len(levels) - 1)
+        remote = levels[turn:] + levels[:turn]
         at_risk = PEER if PEER in remote else STORAGE
         again = [(i, e) for i, row in enumerate(held) for e in taken_again(tables[i], row)]
         waiting = list(dict.fromkeys([*again, *self._waiting(tables, held, remote, budgets)]))
@@ -286,13 +289,6 @@ def _limit(tables: Sequence[ExpertTable], budget: int) -> int:
     rounds = _rounds(tables, budget)
     limit = rounds * _SLACK + _SPARE
     return min(limit, MAX_GENERATIONS) if rounds + _SPARE <= MAX_GENERATIONS else limit
-
-
-def _remote_levels(tables: Sequence[ExpertTable], index: int) -> list[str]:
-    """Return the levels outside the node, in order of their turns."""
-    levels = [level for level in (STORAGE, PEER) if level in tables[0].unsaved]
-    turn = jitter(index, len(levels) - 1)
-    return levels[turn:] + levels[:turn]
 
 
 def _positions(tables: Sequence[ExpertTable]) -> list[int]:

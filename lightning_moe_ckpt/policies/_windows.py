@@ -121,8 +121,7 @@ def smallest_budget(items: Sequence[PlanItem], window: int) -> int:
 
     Smallest means: one byte less needs more slots or a stall, with exact plans for up to 12 operators.
 
-    Raises:
-        ValueError: there are no items, or `window` is not positive.
+    Raises `ValueError` if there are no items, or `window` is not positive.
     """
     if window < 1:
         raise ValueError(f"`plan_for_window(window={window})` must be positive.")

@@ -71,9 +71,7 @@ def writers_of(
     sizes: Sequence[int], holders: Sequence[int], *, split_nbytes: int = SPLIT_NBYTES
 ) -> Sequence[int | None]:
     """Return the writer of each slice, given its bytes; `None` for slices that all holders share, see `cut_among`.
-
-    Raises:
-        ValueError: there are no holders.
+    Raises `ValueError` if there are no holders.
     """
     if not holders:
         raise ValueError("`assign_writers(holders=[])` must name at least one rank.")

@@ -295,11 +295,8 @@ class Reader:
         return Stock(memory, items, seen)
 
     def marker(self, item: Item) -> RankMarker:
-        """Return a copy's marker.
-
-        Raises:
-            Corrupt: the marker is damaged, or belongs to another copy.
-            KeyMissing: the copy is not here.
+        """Return a copy's marker. Raises `Corrupt` if the marker is damaged, or belongs to another copy; `KeyMissing`
+        if the copy is not here.
         """
         with self._lock:
             if item in self._markers:
@@ -324,11 +321,8 @@ class Reader:
         self._storage.read_into(_stored(Item(copy.version, copy.owner, "")), entry, request.offset, out)
 
     def read_into(self, item: Item, key: str, offset: int, out: memoryview) -> None:
-        """Fill `out` with bytes from file `key` in a copy in memory, unverified.
-
-        Raises:
-            Corrupt: the marker is bad, or the copy has another size.
-            StorageError: the copy cannot be read, or is gone.
+        """Fill `out` with bytes from file `key` in a copy in memory, unverified. Raises `Corrupt` if the marker is bad,
+        or the copy has another size; `StorageError` if the copy cannot be read, or is gone.
         """
         entry = next((entry for entry in self.marker(item).segments if entry.key == key), None)
         if entry is None or offset + out.nbytes > entry.nbytes:

@@ -100,11 +100,9 @@ class RunOpener:
 
     def open(self, *, resume: Resume, job: ResumeRequest) -> RestoreSource | None:
         """Find the generation to resume from and open a new incarnation; return `None` for a fresh start. Collective.
-
-        Raises:
-            ConfigurationError: this rank has more operators than a file can describe, or the tag is not `only_tag`.
-            NoUsableGeneration: none of the generations could be read, or `resume='must'` found none.
-            IdentityMismatch: the run was written by another model, optimizer or world.
+        Raises `ConfigurationError` if this rank has more operators than a file can describe, or the tag is not
+        `only_tag`; `NoUsableGeneration` if none of the generations could be read, or `resume='must'` found none;
+        `IdentityMismatch` if the run was written by another model, optimizer or world.
         """
         with self._exchange.raise_together():  # a package may be missing on one machine only
             self._backend = self._open_backend()

@@ -109,17 +109,13 @@ def _hugging_face(module: nn.Module) -> Iterator[HuggingFaceEntry]:
     """Yield the outermost Hugging Face models in `module`, itself included, without importing transformers."""
     outer: list[str] = []
     for prefix, each in module.named_modules():
-        if any(_is_inside(prefix, other) for other in outer):
+        if any(not other or prefix == other or prefix.startswith(f"{other}.") for other in outer):
             continue
         # Not `getattr`: wrappers (torch.compile) pass attributes on, but add to the names of parameters.
         config = vars(each).get("config")
         if hasattr(type(each), "save_pretrained") and hasattr(config, "to_json_string"):
             outer.append(prefix)
             yield _hugging_face_entry(prefix, each, config)
-
-
-def _is_inside(prefix: str, outer: str) -> bool:
-    return not outer or prefix == outer or prefix.startswith(f"{outer}.")
 
 
 def _hugging_face_entry(prefix: str, model: Any, config: Any) -> HuggingFaceEntry:

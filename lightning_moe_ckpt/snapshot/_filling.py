@@ -363,14 +363,9 @@ class SegmentWriter:
         return LocalState(journal, self._arrivals.start(values), ticket)
 
     def write_local(self, local: LocalState) -> tuple[int, int]:
-        """Put the journal into its record; waits until its values have arrived on the host.
-
-        Returns:
-            Bytes of the journal, and bytes of its record.
-
-        Raises:
-            JournalOverflow: the record is too small.
-            CodecError: a value in the journal cannot be stored exactly.
+        """Put the journal into its record; waits until its values have arrived on the host. Returns bytes of the
+        journal, and bytes of its record. Raises `JournalOverflow` if the record is too small; `CodecError` if a value
+        in the journal cannot be stored exactly.
         """
         record = as_memoryview(self._local(JOURNAL))
         values = None if local.values is None else local.values.by_identity()
@@ -422,11 +417,8 @@ class BoundaryCapture:
         return BoundaryCapture(writer, self.step, self._outcome, self._step_record)
 
     def take_rest(self, start: Journal, *, disturbed: bool) -> None:
-        """Copy changed sources again, all if `disturbed` unseen, and take buffers and journal; call when the next batch begins.
-
-        Raises:
-            BufferChanged: see `SegmentWriter.take_local`.
-            CheckpointError: a copy failed.
+        """Copy changed sources again, all if `disturbed` unseen, and take buffers and journal; call when the next batch
+        begins. Raises `BufferChanged`, see `SegmentWriter.take_local`; `CheckpointError` if a copy failed.
         """
         self.ticket = self._writer.recopy_changed(self.ticket, everything=disturbed)
         self._local = self._writer.take_local({"outcome": self._outcome, "start": start})
@@ -450,11 +442,9 @@ class BoundaryCapture:
         self._local.values.wait()
 
     def add(self, more: Journal) -> None:
-        """Add entries to the journal's start half, with values on the host; call after `take_rest`.
-
-        Raises:
-            JournalOverflow: the journal's record has no room. The journal stays as it was.
-            CodecError: a value cannot be stored exactly. The journal stays as it was.
+        """Add entries to the journal's start half, with values on the host; call after `take_rest`. Raises
+        `JournalOverflow` if the journal's record has no room, `CodecError` if a value cannot be stored exactly; the
+        journal stays as it was.
         """
         assert self._local is not None
         journal = {**self._local.journal, "start": {**self._local.journal["start"], **more}}
@@ -463,11 +453,9 @@ class BoundaryCapture:
         self._local = local
 
     def sealed(self, generation: GenerationId) -> SealedSegment:
-        """Write the journal and return the segment, once its values have arrived; call after `take_rest`.
-
-        Raises:
-            JournalOverflow: the journal's record is too small.
-            CodecError: a value in the journal cannot be stored exactly.
+        """Write the journal and return the segment, once its values have arrived; call after `take_rest`. Raises
+        `JournalOverflow` if the journal's record is too small; `CodecError` if a value in the journal cannot be stored
+        exactly.
         """
         assert self._local is not None
         self.journal_nbytes, self.journal_capacity = self._writer.write_local(self._local)

@@ -176,11 +176,10 @@ class DifferentialRecorder(_StepRecorder):
     def compress(self, layout: StepLayout) -> StepLayout:
         """Replace the newest step's gradients by compressed ones, for the shards that this rank writes.
 
-        Source: TierCheck (2026), Sec. 3.2. Without error feedback, as there, a gradient's remainder is lost.
+        Returns the layout with the bytes of these gradients in the place of the most; `layout` itself on a device,
+        which would have to be waited for.
 
-        Returns:
-            The layout with the bytes of these gradients in the place of the most; `layout` itself on a device, which
-            would have to be waited for.
+        Source: TierCheck (2026), Sec. 3.2. Without error feedback, as there, a gradient's remainder is lost.
         """
         gradients = self._view.consumed
         own = [
@@ -337,9 +336,7 @@ class RecordedStep:
 
 def step_settings(journal: Mapping[str, Any], fqn: str) -> StepSettings | None:
     """Return the settings of the step to a boundary from its journal; `None` if the step did not change the parameter.
-
-    Raises:
-        Corrupt: the journal lacks the settings.
+    Raises `Corrupt` if the journal lacks the settings.
     """
     try:
         taken = journal["outcome"]["consumed"]

@@ -96,11 +96,8 @@ class PlanRecord:
     @classmethod
     @lru_cache(maxsize=2)  # a restore reads one plan several times
     def from_json(cls, text: str) -> PlanRecord:
-        """Return the record with the text of `to_json`.
-
-        Raises:
-            Corrupt: the text holds no plan. LookupError, TypeError, ValueError: another entry is missing or of another
-                type.
+        """Return the record with the text of `to_json`. Raises `Corrupt` if the text holds no plan; `LookupError`,
+        `TypeError` or `ValueError` if another entry is missing or of another type.
         """
         value = json.loads(text)
         stages = tuple(_facts(each) for each in value.get("stages", ()))

@@ -181,11 +181,8 @@ def _refuses(key: str, create: Callable[[str, bytes], None], get: Callable[[str]
 def probe_create(
     url: str, create: Callable[[str, bytes], None], get: Callable[[str], bytes], delete: Callable[[str], None]
 ) -> bool:
-    """Return whether `create` refuses an existing key; tested by creating a new key twice.
-
-    Raises:
-        ConfigurationError: the store refuses to be written.
-        StorageError: the store fails.
+    """Return whether `create` refuses an existing key; tested by creating a new key twice. Raises `ConfigurationError`
+    if the store refuses to be written; `StorageError` if the store fails.
     """
     key = f"{PROBE_PREFIX}{uuid.uuid4().hex}"
     try:

@@ -171,11 +171,8 @@ def _shared_credentials(profile: str) -> dict[str, str]:
 
 
 def split_url(url: str) -> tuple[str, str, str]:
-    """Return kind of store, bucket or container, and prefix of URLs such as `s3://bucket/prefix`.
-
-    Raises:
-        ValueError: no bucket, or characters with another meaning in a URL.
-        Unmapped: an Azure account in the URL.
+    """Return kind of store, bucket or container, and prefix of URLs such as `s3://bucket/prefix`. Raises `ValueError`
+    for no bucket, or characters with another meaning in a URL; `Unmapped` for an Azure account in the URL.
     """
     match = re.fullmatch(r"([A-Za-z0-9]+)://([^/@?#]+)(@[^/?#]+)?/*([^?#]*)", url)
     if match is None:

@@ -30,10 +30,8 @@ _SECONDS_PER_DAY = 86_400
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retention:
-    """Rules for the committed generations to keep; one matching rule is enough.
-
-    Raises:
-        ConfigurationError: a value is out of range.
+    """Rules for the committed generations to keep; one matching rule is enough. Raises `ConfigurationError` if a value
+    is out of range.
     """
 
     last: int = 2

@@ -206,11 +206,9 @@ class RunStore:
         return read_committed_marker(self._backend, commit, rank)
 
     def read_range(self, entry: SegmentEntry, start: int, out: memoryview) -> None:
-        """Fill `out` with bytes of a segment from `start` on, without checking digests.
-
-        Raises:
-            Corrupt: the file ends before `out` is full, or the whole file was requested and has another size.
-            StorageError: the segment cannot be read, or is gone.
+        """Fill `out` with bytes of a segment from `start` on, without checking digests. Raises `Corrupt` if the file
+        ends before `out` is full, or the whole file was requested and has another size; `StorageError` if the segment
+        cannot be read, or is gone.
         """
         if start == 0 and out.nbytes == entry.nbytes:
             self._backend.get_into(entry.key, out)
@@ -314,18 +312,22 @@ class RunStore:
             coordination.incarnation,
             resumed or "nothing",
         )
-        self._sweep_unfinished()
+        try:
+            for prefix in (LOG_PREFIX, SNAP_PREFIX, CONST_PREFIX):
+                self._backend.sweep(prefix)
+        except StorageError as error:  # the incarnation has begun; leftovers only cost space
+            log.warning("unfinished writes stay for now: %s", error)
         return coordination.incarnation
 
     def commit(self, own: RankMarker, *, timeout: timedelta, cancelled: Callable[[], bool] = lambda: False) -> Commit:
-        """Wait until every rank's marker agrees with `own`, already stored, and all its files are there, then publish the manifest.
+        """Wait until every rank's marker agrees with `own`, already stored, and all its files are there, then publish
+        the manifest.
 
         Waiting ends after `timeout`, or once `cancelled`, which is polled.
 
-        Raises:
-            Fenced: a later incarnation has begun.
-            StorageError: time is up or the medium failed; the previous generation stays the newest.
-            Corrupt: ranks disagree, or refer to a generation that is not committed or was given up.
+        Raises `Fenced` if a later incarnation has begun; `StorageError` if time is up or the medium failed (the
+        previous generation stays the newest); `Corrupt` if ranks disagree, or refer to a generation that is not
+        committed or was given up.
         """
         coordination = self._coordinator()
         if own.generation != self.name(own.generation.step):
@@ -358,12 +360,11 @@ class RunStore:
     def retain(self, retention: Retention) -> list[GenerationId]:
         """Record in the log which generations stay, then delete those that nobody may restore any more.
 
-        The newest generation always stays: until the first own commit, this incarnation's starting point. Older generations whose files a
-        kept one needs stay as well. Return deleted generations, oldest first.
+        The newest generation always stays: until the first own commit, this incarnation's starting point. Older
+        generations whose files a kept one needs stay as well. Return deleted generations, oldest first.
 
-        Raises:
-            Fenced: a later incarnation has begun.
-            StorageError: the medium failed; the next call goes on where this one stopped.
+        Raises `Fenced` if a later incarnation has begun; `StorageError` if the medium failed (the next call goes on
+        from there).
         """
         coordination = self._coordinator()
         advanced = False
@@ -417,10 +418,3 @@ class RunStore:
             return False
         log.info("%s was complete on every rank and is committed now", contents.generation)
         return True
-
-    def _sweep_unfinished(self) -> None:
-        try:
-            for prefix in (LOG_PREFIX, SNAP_PREFIX, CONST_PREFIX):
-                self._backend.sweep(prefix)
-        except StorageError as error:  # the incarnation has begun; leftovers only cost space
-            log.warning("unfinished writes stay for now: %s", error)

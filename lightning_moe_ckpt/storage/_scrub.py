@@ -53,9 +53,8 @@ def scrub_segment(backend: Backend, entry: SegmentEntry) -> None:
 
     The caller has compared the size with the listing.
 
-    Raises:
-        Corrupt: the header, a record or the file is damaged; the message names the first defect.
-        KeyMissing: the file is gone.
+    Raises `Corrupt` if the header, a record or the file is damaged (the message names the first defect); `KeyMissing`
+    if the file is gone.
     """
     check_header(backend, entry)  # first, so that a file that is no segment is not read to its end
     records = sorted(entry.records, key=lambda record: record.offset)
@@ -73,7 +72,12 @@ def scrub_segment(backend: Backend, entry: SegmentEntry) -> None:
 
 def check_header(backend: Backend, entry: SegmentEntry) -> None:
     """Read the header of a segment file and compare it with the marker's entry. Raises like `scrub_segment`."""
-    layout = SegmentLayout.of_header(_read_header(backend, entry))
+    # The header's length is in the first eight bytes.
+    start = bytearray(min(_LENGTH_NBYTES, entry.nbytes))
+    backend.get_range(entry.key, 0, memoryview(start))
+    header = bytearray(_LENGTH_NBYTES + header_nbytes(bytes(start), entry.nbytes))
+    backend.get_range(entry.key, 0, memoryview(header))
+    layout = SegmentLayout.of_header(bytes(header))
     if layout.nbytes != entry.nbytes:
         raise Corrupt(
             f"{entry.key}: its header says {layout.nbytes} bytes, its marker {entry.nbytes}. Another copy may be good."
@@ -103,15 +107,6 @@ def _feed(
         if end <= stop and i == first:
             first += 1
     return first
-
-
-def _read_header(backend: Backend, entry: SegmentEntry) -> bytes:
-    """Read the file's header, whose length is in the first eight bytes."""
-    start = bytearray(min(_LENGTH_NBYTES, entry.nbytes))
-    backend.get_range(entry.key, 0, memoryview(start))
-    header = bytearray(_LENGTH_NBYTES + header_nbytes(bytes(start), entry.nbytes))
-    backend.get_range(entry.key, 0, memoryview(header))
-    return bytes(header)
 
 
 def expect_places(entry: SegmentEntry, layout: SegmentLayout) -> None:

@@ -85,12 +85,7 @@ class RunView:
 
     @classmethod
     def open(cls, backend: Backend) -> RunView:
-        """Read the log.
-
-        Raises:
-            NoUsableGeneration: there is no run.
-            StorageError: the medium failed.
-        """
+        """Read the log. Raises `NoUsableGeneration` if there is no run; `StorageError` if the medium failed."""
         try:
             return cls(backend, read_run(Log(backend), backend))
         except Corrupt:

@@ -95,9 +95,7 @@ def shard_optimizer_state(
     state: Mapping[str, Any], optimizer: Optimizer, sharded: Collection[int], groups: ParallelGroups
 ) -> dict[str, Any]:
     """Return this rank's part of a whole optimizer state dict; entries without an expert dimension stay as they are.
-
-    Raises:
-        ConfigurationError: the state has another number of pipeline stages.
+    Raises `ConfigurationError` if the state has another number of pipeline stages.
     """
     if not sharded and groups.num_stages == 1 and STAGES not in state:
         return dict(state)  # of any form

@@ -187,7 +187,15 @@ class MoEStrategy(PipelinedStrategy):
             if supervised.replacement:
                 self._require_fit(supervised)
                 supervised.fits += 1
-                self._stand_apart()
+                # Without groups: the other ranks have run Lightning's collective setup, and do not repeat it.
+                reset_seed()
+                self.set_world_ranks()
+                self._process_group_backend = self._get_process_group_backend()
+                ep_size, num_stages = self._sizes
+                self.groups = ParallelGroups.placed(
+                    self.global_rank, self.world_size, ep_size=ep_size, num_stages=num_stages
+                )
+                set_current_groups(self.groups)
                 return
             self._form_groups(supervised)
         if supervised is not None and self._fits:
@@ -265,15 +273,6 @@ class MoEStrategy(PipelinedStrategy):
                 f"A new process is in its first fit, others are in fit {max(everyone)} of their script, which a process that "
                 "joins them cannot skip to. All ranks are started anew, and find their first fits finished."
             )
-
-    def _stand_apart(self) -> None:
-        """Set up without groups: the other ranks have run Lightning's collective setup, and do not repeat it."""
-        reset_seed()
-        self.set_world_ranks()
-        self._process_group_backend = self._get_process_group_backend()
-        ep_size, num_stages = self._sizes
-        self.groups = ParallelGroups.placed(self.global_rank, self.world_size, ep_size=ep_size, num_stages=num_stages)
-        set_current_groups(self.groups)
 
     def _form_groups(self, supervised: Supervised) -> None:
         """Make the default group and all others, once all ranks have come; a failure breaks them."""

@@ -98,10 +98,8 @@ def tap_lightning(module: LightningModule, shards: Mapping[str, OptimizerShard])
 
 
 def needs_whole_gradients(module: LightningModule) -> bool:
-    """Return whether the user's code may read or keep gradients, which is logged once.
-
-    Raises:
-        ConfigurationError: they would be unscaled in part.
+    """Return whether the user's code may read or keep gradients, which is logged once. Raises `ConfigurationError` if
+    they would be unscaled in part.
     """
     reader = _reader(module)
     if not reader:

@@ -365,9 +365,7 @@ def _shown(border: Border) -> str:
 
 def _trial(stage: nn.Module) -> nn.Module:
     """Return a stage for a trial without traces: same parameters, copied buffers, counters and attributes, no hooks.
-
-    Raises:
-        ConfigurationError: a part of the stage cannot be copied.
+    Raises `ConfigurationError` if a part of the stage cannot be copied.
     """
     shared = [*stage.parameters(), *(value for module in stage.modules() for value in vars(module).values())]
     # The previous batch's auxiliary loss has a graph, and tensors with a graph cannot be copied.

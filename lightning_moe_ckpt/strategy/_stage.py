@@ -295,10 +295,8 @@ class StageMetrics:
         return found if isinstance(found, Tensor) and found.numel() == 1 else None
 
     def named(self, module: LightningModule, logged: str, name: str, of_batch: Tensor | None) -> Metric:
-        """Return this rank's metric of a name, and set its result of `forward` to `of_batch`.
-
-        Raises:
-            ConfigurationError: this stage does not have the metric.
+        """Return this rank's metric of a name, and set its result of `forward` to `of_batch`. Raises
+        `ConfigurationError` if this stage does not have the metric.
         """
         metric = dict(module_metrics(module)).get(name)
         if metric is None:

@@ -181,10 +181,8 @@ class DeltaDecoder:
         return self._out[: self.plan.layout.nbytes]
 
     def place(self, offset: int, nbytes: int) -> Tensor:
-        """Return the memory for the payload's next bytes; uint8, shape `[nbytes]`.
-
-        Raises:
-            Corrupt: these are not the next bytes, or they do not belong in one place.
+        """Return the memory for the payload's next bytes; uint8, shape `[nbytes]`. Raises `Corrupt` if these are not
+        the next bytes, or they do not belong in one place.
         """
         if offset != self._received or nbytes <= 0:
             raise wrong_delta()

@@ -127,10 +127,8 @@ class Rings:
         self._registered: ref[Tensor] | None = None  # weak: the memory must go with the ring
 
     def make(self, room: RingRoom) -> SegmentRing:
-        """Return a ring with this room.
-
-        Raises:
-            ConfigurationError: the node has not enough; the message says how many bytes are missing.
+        """Return a ring with this room. Raises `ConfigurationError` if the node has not enough; the message says how
+        many bytes are missing.
         """
         self._unregister()
         pages, block = room.block * room.blocks, room.block

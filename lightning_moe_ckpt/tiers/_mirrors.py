@@ -188,8 +188,7 @@ class MirrorStore:
         All ranks begin the same generations in the same order. So a rank asked early will reach the generation, give it
         up, or go on to a later one.
 
-        Returns:
-            The reason why there is no mirror; `None` if the memory is filled.
+        Returns the reason why there is no mirror; `None` if the memory is filled.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._is_decided(generation, step))

@@ -84,10 +84,8 @@ class ReplicaStore:
         self._generation: GenerationId | None = None
 
     def allocate(self, sizes: Sequence[int], *, keep: int | None = None, links: Sequence[SlotClass] = ()) -> int:
-        """Reserve memory for differences and for generations with segments of up to these bytes; return the bytes reserved.
-
-        Raises:
-            ConfigurationError: not enough room; the message says how many bytes are missing.
+        """Reserve memory for differences and for generations with segments of up to these bytes; return the bytes
+        reserved. Raises `ConfigurationError` if not enough room; the message says how many bytes are missing.
         """
         self._keep, self._links = keep or self._keep, links
         return self._make(sizes).memory.numel()
@@ -105,8 +103,7 @@ class ReplicaStore:
 
         Differences that follow `keep` stay, except the oldest if there is no room.
 
-        Raises:
-            ConfigurationError: the generation needs more memory than there is.
+        Raises `ConfigurationError` if the generation needs more memory than there is.
         """
         if not self._ring.is_named:
             self.memory.renew()
@@ -146,11 +143,8 @@ class ReplicaStore:
         return self._slot.view
 
     def publish(self, marker: RankMarker) -> None:
-        """Publish the replica for restores: every segment is complete and has the marker's digest.
-
-        Raises:
-            CheckpointError: something has removed the memory's name.
-            OSError: there is no room for the marker.
+        """Publish the replica for restores: every segment is complete and has the marker's digest. Raises
+        `CheckpointError` if something has removed the memory's name; `OSError` if there is no room for the marker.
         """
         generation = self._generation
         assert generation is not None
@@ -444,10 +438,8 @@ def _is_as_marked(out_U8: Tensor, digest: str, marker: RankMarker, step: int) ->
 
 
 def _rounded_marker(marker: RankMarker, segment_U8: Tensor, literal: frozenset[str]) -> RankMarker:
-    """Return the marker for a replica rebuilt from rounded gradients, except for the `literal` tensors.
-
-    Raises:
-        Corrupt: a tensor sent whole differs from the owner's.
+    """Return the marker for a replica rebuilt from rounded gradients, except for the `literal` tensors. Raises
+    `Corrupt` if a tensor sent whole differs from the owner's.
     """
     (entry,) = marker.segments
     view, records = segment_U8.numpy().data, []

@@ -226,25 +226,17 @@ class ReplicaStream:
         return self._send_chunks([part for part in parts if part[1].numel()], wanted)
 
     def fill(self, step: int, run: Run) -> str | None:
-        """Ask every holder to fill a run of boundary `step`'s segment from the holder's own captures.
-
-        Returns:
-            A refusal's reason, after which the run must be sent; `None` if all have filled it.
-
-        Raises:
-            NotReplicated: no holder is left.
+        """Ask every holder to fill a run of boundary `step`'s segment from the holder's own captures. Returns a
+        refusal's reason, after which the run must be sent; `None` if all have filled it. Raises `NotReplicated` if no
+        holder is left.
         """
         self._tell(Message(MessageKind.MIRROR, (step, *run)))
         return self._refusal()
 
     def offer(self, step: int, delta: EncodedDelta, *, mirrored: Run | None = None) -> str | None:
-        """Ask whether every holder can rebuild the segment of boundary `step` from the generation `base`.
-
-        Returns:
-            A refusal's reason, after which the segment must be sent whole; `None` if the payload may be sent.
-
-        Raises:
-            NotReplicated: no holder is left.
+        """Ask whether every holder can rebuild the segment of boundary `step` from the generation `base`. Returns a
+        refusal's reason, after which the segment must be sent whole; `None` if the payload may be sent. Raises
+        `NotReplicated` if no holder is left.
         """
         numbers = (step, len(delta.recipe), *(mirrored or (0, 0)))
         self._tell(Message(MessageKind.DELTA, numbers), as_payload(delta.recipe))

@@ -267,10 +267,8 @@ def compress(data: bytes, like: bytes) -> bytes:
 
 
 def decompress(encoded: bytes, like: bytes, most: int) -> bytes:
-    """Return the bytes that `compress` encoded relative to `like`.
-
-    Raises:
-        Corrupt: the bytes are damaged, belong to another `like`, or encode more than `most` bytes; no more are decoded.
+    """Return the bytes that `compress` encoded relative to `like`. Raises `Corrupt` if the bytes are damaged, belong to
+    another `like`, or encode more than `most` bytes; no more are decoded.
     """
     older, lines, position = _older_lines(like), list[bytes](), 0
     while position < len(encoded):

@@ -189,9 +189,8 @@ class RankMemory:
 
         Current readers of the old ring may go on; its memory is released with the last reader.
 
-        Raises:
-            ConfigurationError: there is no room yet, so call again later; or a later start of the run has taken it
-                over.
+        Raises `ConfigurationError` if there is no room yet, so call again later, or a later start of the run has taken
+        the ring over.
         """
         lost = self.ring
         assert lost is not None
@@ -199,7 +198,12 @@ class RankMemory:
             lost.discard(generation)
         lost.close(unlink=False)
         self._close([ring for ring in self._kept if not ring.is_named])
-        self._expect_no_successor()
+        for path, name in memory_files(self._directory):  # a later start of the run has no need of this rank's ring
+            if self._is_own(name) and is_owned_elsewhere(path):
+                raise ConfigurationError(
+                    f"{path} belongs to another process that lives, which has taken this run over. Stop this process, or "
+                    "give one of the two jobs another URL."
+                )
         with contextlib.suppress(OSError):  # the next use of the directory reports it
             self._directory.mkdir(mode=0o700, exist_ok=True)
         self.ring = self._create(lost.slot_nbytes, lost.num_slots, lost.header.small)
@@ -298,15 +302,6 @@ class RankMemory:
             if resumed is None or generation > resumed or (generation < resumed and not older):
                 ring.discard(generation)
         self._kept.append(ring)
-
-    def _expect_no_successor(self) -> None:
-        """Raise `ConfigurationError` if a later start of the run has a ring of this rank, and so does not need ours."""
-        for path, name in memory_files(self._directory):
-            if self._is_own(name) and is_owned_elsewhere(path):
-                raise ConfigurationError(
-                    f"{path} belongs to another process that lives, which has taken this run over. Stop this process, or "
-                    "give one of the two jobs another URL."
-                )
 
     def _create(self, slot_nbytes: int, num_slots: int, small: Sequence[SlotClass]) -> SegmentRing:
         try:

@@ -137,12 +137,9 @@ class Tier(Protocol):
         """Return a copy's marker. Raises `Corrupt` if the marker is damaged, `KeyMissing` if the copy is gone."""
 
     def read_into(self, holding: Holding, entry: SegmentEntry, offset: int, out: memoryview) -> None:
-        """Fill all of `out` with a segment's bytes from `offset` on, without checking digests, or raise.
-
-        Raises:
-            KeyMissing: the copy is gone, or has no such bytes.
-            StorageError: the copy cannot be read.
-            Corrupt: the copy is too short.
+        """Fill all of `out` with a segment's bytes from `offset` on, without checking digests, or raise. Raises
+        `KeyMissing` if the copy is gone, or has no such bytes; `StorageError` if the copy cannot be read; `Corrupt` if
+        the copy is too short.
         """
 
     def close(self) -> None:

@@ -104,14 +104,9 @@ class SegmentRing(ExpertCopies):
 
     @classmethod
     def adopt(cls, path: Path) -> SegmentRing | None:
-        """Take over a dead process's ring in place: its published generations are complete; `lay` says which slots are free.
-
-        Returns:
-            The ring; `None` if the process that made the ring is alive, stopped or not.
-
-        Raises:
-            FileNotFoundError: there is no ring.
-            Corrupt: the file is not a ring.
+        """Take over a dead process's ring in place: its published generations are complete; `lay` says which slots are
+        free. Returns the ring; `None` if the process that made the ring is alive, stopped or not. Raises
+        `FileNotFoundError` if there is no ring; `Corrupt` if the file is not a ring.
         """
         file = SharedFile.take_over(path)
         if file is None:
@@ -251,11 +246,9 @@ class SegmentRing(ExpertCopies):
     # -- complete generations
 
     def publish(self, generation: GenerationId, marker: RankMarker) -> None:
-        """Write the marker: all its segments are in their slots, with final bytes. From any thread.
-
-        Raises:
-            CheckpointError: the generation was given up meanwhile, or the ring's name is gone.
-            OSError: there is no room for the marker.
+        """Write the marker: all its segments are in their slots, with final bytes. From any thread. Raises
+        `CheckpointError` if the generation was given up meanwhile, or the ring's name is gone; `OSError` if there is no
+        room for the marker.
         """
         path = marker_path(self.path, generation)
         with self._lock:

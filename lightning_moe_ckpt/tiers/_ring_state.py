@@ -374,10 +374,8 @@ class ExpertCopies(RingState):
 
     def condense(self) -> None:
         """Bring experts of retired generations to small slots, and free all other slots; from one thread at a time.
-
-        Raises:
-            Corrupt: a marker is damaged; its generation is dropped.
-            OSError: there is no room for another marker; its generation is dropped.
+        Raises `Corrupt` if a marker is damaged, `OSError` if there is no room for another; the marker's generation is
+        dropped.
         """
         while True:
             with self._lock:

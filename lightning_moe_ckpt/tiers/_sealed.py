@@ -68,10 +68,8 @@ class SealedFile:
             self.digested()
 
     def digested(self) -> SegmentEntry:
-        """Return the file's entry in the marker; the first call waits for the copy and digests, from any thread.
-
-        Raises:
-            CheckpointError: the copy failed.
+        """Return the file's entry in the marker; the first call waits for the copy and digests, from any thread. Raises
+        `CheckpointError` if the copy failed.
         """
         with self._lock:
             if self._entry is None:

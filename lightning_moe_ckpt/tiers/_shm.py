@@ -105,9 +105,8 @@ class SharedFile:
 
         A process that still maps the old file keeps its pages to itself until the process ends.
 
-        Raises:
-            ConfigurationError: there is not enough room; the message says how many bytes are missing.
-            FileExistsError: a file under the name may not be replaced by us.
+        Raises `ConfigurationError` if there is not enough room (the message says how many bytes are missing);
+        `FileExistsError` if a file under the name may not be replaced by us.
         """
         unlink_shared_file(path)
         expect_room(path.parent, nbytes)
@@ -130,11 +129,9 @@ class SharedFile:
 
     @classmethod
     def take_over(cls, path: Path) -> Self | None:
-        """Become the owner of a dead process's file; `None` if the owner is alive, perhaps this process.
-
-        Raises:
-            FileNotFoundError: there is no such file, or it is another user's.
-            Corrupt: the owner died before it had reserved any memory.
+        """Become the owner of a dead process's file; `None` if the owner is alive, perhaps this process. Raises
+        `FileNotFoundError` if there is no such file, or it is another user's; `Corrupt` if the owner died before it had
+        reserved any memory.
         """
         descriptor = open_shared(path, os.O_RDWR)
         if _owned_here(descriptor) is not None:
@@ -370,10 +367,8 @@ def unlink_shared_file(path: Path) -> None:
 
 
 def expect_room(directory: Path, nbytes: int) -> None:
-    """Raise unless `directory` has room for a ring of `nbytes`.
-
-    Raises:
-        ConfigurationError: there is not enough room; the message says how many bytes are missing.
+    """Raise `ConfigurationError` unless `directory` has room for a ring of `nbytes`; the message says how many bytes
+    are missing.
     """
     free = _free_nbytes(directory)
     if free < nbytes:
@@ -463,10 +458,8 @@ class MemoryName:
 
 
 def shared_name(tag: str, rank: int, kind: MemoryKind = "ring", *, turn: int = 0) -> str:
-    """Return the file name for memory with one rank's segments of one run of this user; see `MemoryName`.
-
-    Raises:
-        ValueError: `tag` has characters that a file name should not have.
+    """Return the file name for memory with one rank's segments of one run of this user; see `MemoryName`. Raises
+    `ValueError` if `tag` has characters that a file name should not have.
     """
     if not _TAG.fullmatch(tag):
         raise ValueError(f"`shared_name(tag={tag!r})` must be 1 to 100 of the characters A-Z a-z 0-9 _ . -")

@@ -176,7 +176,10 @@ class PersistWorker(TierWorker):
                 # The next generation would reference the same records, and be refused for the same reason.
                 self.lost_base = job.request.base is not None
                 raise
-            self._retain(job.generation)
+            try:
+                self._store.retain(self._retention)
+            except CheckpointError as error:  # harms nothing that is committed; the next call goes on from there
+                self._note(job.generation, f"committed, but older ones could not be deleted: {error}", error)
         self._bases[job.generation] = marker
         # The generation agreed on may be older than many that are whole here: other ranks may have failed at those.
         agreed = {self._agreed, *job.request.follows}
@@ -185,13 +188,6 @@ class PersistWorker(TierWorker):
             del self._bases[oldest]
         nbytes = sum(entry.nbytes for entry in job.entries)
         log.info("%s is durable: %s, read and written in %.2f s", job.generation, size_text(nbytes), job.seconds)
-
-    def _retain(self, generation: GenerationId) -> None:
-        """Delete old generations. A failure harms nothing that is committed; the next call goes on from there."""
-        try:
-            self._store.retain(self._retention)
-        except CheckpointError as error:
-            self._note(generation, f"committed, but older ones could not be deleted: {error}", error)
 
 
 # -- reading again
@@ -260,13 +256,8 @@ class Scrubber:
             self._thread = None
 
     def round(self) -> int:
-        """Read all records in older files that the newest marker names, once.
-
-        Returns:
-            Bytes read.
-
-        Raises:
-            StorageError: the medium failed, which says nothing about the bytes; all other files were read.
+        """Read all records in older files that the newest marker names, once. Returns bytes read. Raises `StorageError`
+        if the medium failed, which says nothing about the bytes; all other files were read.
         """
         nbytes = 0
         unread: dict[str, StorageError] = {}

@@ -300,9 +300,7 @@ def tap_run(
     trainer: Trainer, meet: Callable[[Callable[[], Any]], Any], stage: Callable[[Callable[[], Any]], Any]
 ) -> Callable[[], None]:
     """Let `meet` run the meeting of all ranks behind `on_fit_start`, once, and `stage` the rest, sanity check included.
-
-    Returns:
-        A function to undo this.
+    Returns a function to undo this.
     """
     connector = trainer._checkpoint_connector
     original, resume_end = trainer._run_stage, connector.resume_end

@@ -191,13 +191,10 @@ class Block(NamedTuple):
 
 
 def find_block(root: nn.Module, experts_fqn: str, num_experts: int, index: ParameterIndex) -> Block | None:
-    """Return the MoE block around a module of experts.
+    """Return the MoE block around a module of experts; `None` if there is no router.
 
-    Experts often sit in a wrapper (`experts.local_experts`), so two levels are searched, but only through modules
-    that are called after experts.
-
-    Returns:
-        `None` if there is no router.
+    Experts often sit in a wrapper (`experts.local_experts`), so two levels are searched, but only through modules that
+    are called after experts.
     """
     child_fqn = experts_fqn
     for _ in range(_MAX_CLIMB):

@@ -37,7 +37,9 @@ def describe_tutel(fqn: str, block: nn.Module, index: ParameterIndex) -> MoELaye
     apart.
     """
     layer: Any = block
-    _refuse_broken(fqn, layer)
+    reason = tutel_refusal(layer)
+    if reason is not None:
+        raise UnknownLayout(f"Tutel layer `{fqn}` {reason}")
     rank = dist.get_rank(layer.group) if layer.world_size > 1 else 0
     num_local, num_experts = int(layer.num_local_experts), int(layer._num_global_experts)  # noqa: SLF001
     ids = tuple(range(rank * num_local, (rank + 1) * num_local))
@@ -134,12 +136,6 @@ def _demand(layer: Any) -> Tensor | None:
         return None if layer.batch_prioritized_routing else dispatched_E
     idx = topk_idx_TK.reshape(-1).to(torch.int64)
     return torch.zeros_like(dispatched_E, dtype=torch.int64).scatter_add_(0, idx, torch.ones_like(idx))
-
-
-def _refuse_broken(fqn: str, layer: nn.Module) -> None:
-    reason = tutel_refusal(layer)
-    if reason is not None:
-        raise UnknownLayout(f"Tutel layer `{fqn}` {reason}")
 
 
 def _cut(
