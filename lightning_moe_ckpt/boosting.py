@@ -147,17 +147,12 @@ def faded_use(use_E: Sequence[float], now_E: Sequence[float]) -> list[float]:
 def boost_factors(
     debt_E: Sequence[int], boost: float, *, use_E: Sequence[float] | None = None, room_E: Sequence[int] | None = None
 ) -> list[float]:
-    """Return the factor of each expert's capacity.
+    """Return the factor of each expert's capacity: `1 + boost` for experts with a debt of tokens to make up for (0.1 is
+    a tenth); for all others 1 less their gift, a part of their unused capacity: no expert drops a token unless its use
+    grows.
 
-    Args:
-        debt_E: tokens to make up for.
-        boost: extra capacity of an expert in debt, 0.1 for a tenth.
-        use_E: largest used part of each expert's capacity without boost, on any rank; `None` while unknown, when nobody gives.
-        room_E: tokens that each expert could have processed in the last step at that capacity.
-
-    Returns:
-        `1 + boost` for experts in debt. For all others 1 less their gift, a part of their unused capacity: no expert drops a token
-            unless its use grows.
+    `use_E` is the largest used part of each expert's capacity without boost, on any rank; `None` while unknown, when
+    nobody gives. `room_E` are tokens that each expert could have processed in the last step at that capacity.
     """
     factors = [1 + boost if debt else 1.0 for debt in debt_E]
     if use_E is None or room_E is None:

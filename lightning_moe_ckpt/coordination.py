@@ -128,14 +128,11 @@ class Exchange:
 
     @contextmanager
     def raise_together(self, error: type[CheckpointError] = ConfigurationError) -> Iterator[list[Any]]:
-        """If the body raises a `CheckpointError` on any rank, raise `error` on all ranks. Other exceptions are not caught: they leave
-        the other ranks waiting in the exchange. Collective.
+        """If the body raises a `CheckpointError` on any rank, raise `error` on all ranks, with the reasons of all that
+        failed; a reason of all ranks is said once. Other exceptions are not caught: they leave the other ranks waiting
+        in the exchange. Collective.
 
-        Yields:
-            An empty list for a plain value, on all ranks or none; behind the body, the values of all ranks.
-
-        Args:
-            error: class of what is raised, with the reasons of all ranks that failed; one reason of all ranks is said once.
+        Yields an empty list for a plain value, on all ranks or none; behind the body, the values of all ranks.
         """
         failed, said = None, list[Any]()
         try:

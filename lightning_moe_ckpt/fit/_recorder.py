@@ -121,11 +121,10 @@ class BoundaryRecorder:
     def want_start(self, original: Start | None = None, *, needed: bool = True, replayed_only: bool = False) -> None:
         """Ask for the start half of the boundary after the optimizer step that just happened.
 
-        Args:
-            original: the original run's start half, if the step was replayed. It overrides decisions of validation and
-                other hooks, because they see weights that are frozen or loaded too early.
-            needed: whether a snapshot is taken of this boundary; otherwise only a stop asks for its start half.
-            replayed_only: whether only a stop asks for the fields from which a run resumes.
+        If the step was replayed, `original` is the original run's start half: it overrides decisions of validation and
+        other hooks, because they see weights that are frozen or loaded too early. A boundary without a snapshot is not
+        `needed`: only a stop asks for its start half. With `replayed_only` only a stop asks for the fields from which a
+        run resumes.
         """
         self._half, self._start, self._original = _Half.DUE, None, original
         if original is not None:

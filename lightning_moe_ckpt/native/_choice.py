@@ -64,19 +64,12 @@ def compress_gradients(
     threads: int | None = None,
     part_numel: int = MAX_PART_NUMEL,
 ) -> list[CompressedGradient]:
-    """Compress many gradients; on CUDA on the current stream, without waiting for the device.
+    """Compress contiguous gradients of float32, bfloat16 or float16 on one device; on CUDA on the current stream,
+    without waiting for the device. Raises `ValueError` for any other gradient.
 
-    Args:
-        gradients: contiguous tensors of float32, bfloat16 or float16, all on one device.
-        how: thresholds and ratios; the paper's by default.
-        threads: CPU threads; torch's number by default.
-        part_numel: most elements of the gradient per sparse part, a multiple of 2048.
-
-    Returns:
-        One compressed gradient for each, on the same device. Sparse ones have unused room until `trimmed()`.
-
-    Raises:
-        ValueError: a gradient has another dtype, is not contiguous or is on another device than the first.
+    `how` has thresholds and ratios, the paper's by default; a sparse part covers at most `part_numel` elements, a
+    multiple of 2048. On a CPU torch's number of threads is the default. Sparse results have unused room until
+    `trimmed()`.
     """
     for position, gradient in enumerate(gradients):
         check_gradient(gradient, position)
@@ -92,16 +85,11 @@ def compress_gradients(
 
 
 def replay_adam(state: AdamState, steps: Sequence[AdamStep], *, threads: int | None = None) -> None:
-    """Replay `steps` on `state`, in place; on CUDA on the current stream.
+    """Replay steps, in the optimizer's order, on parameter and moments, in place; on CUDA on the current stream. All
+    steps are by compiled code, or all by one kernel of torch. On a CPU torch's number of threads is the default.
 
-    Args:
-        state: parameter and moments.
-        steps: steps in the optimizer's order; all by compiled code, or all by one kernel of torch.
-        threads: CPU threads; torch's number by default.
-
-    Raises:
-        ValueError: a tensor of the state is not float32, not contiguous, or of another shape or device; a gradient does
-            not fit the parameter. Nothing was changed then.
+    Raises `ValueError` if a tensor of the state is not float32, not contiguous, or of another shape or device, or a
+    gradient does not fit the parameter. Nothing was changed then.
     """
     if steps[0].kernel:
         _adam.replay_kernel(state, steps)

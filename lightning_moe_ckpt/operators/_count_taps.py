@@ -345,12 +345,9 @@ class CapacityTap(_HookTap):
 
 
 def find_score(values_TE: Tensor, emitted: Sequence[Tensor]) -> str:
-    """Return the function from a router's output to probabilities. Waits for the device.
-
-    Args:
-        values_TE: one value per expert; logits or probabilities.
-        emitted: all outputs of the router. If weights and indices `[T, K]` of the chosen experts are among them, the result is the
-            function that explains the weights.
+    """Return the function from a router's output, one value per expert, to probabilities. Waits for the device. If
+    weights and indices `[T, K]` of the chosen experts are among the outputs `emitted`, that function explains the
+    weights.
     """
     if bool((values_TE >= 0).all()) and torch.allclose(values_TE.sum(-1), values_TE.new_ones(()), atol=1e-2):
         return "none"

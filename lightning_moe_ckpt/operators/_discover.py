@@ -47,14 +47,13 @@ _MAX_NAMED = 8
 
 
 def discover(module: nn.Module, *, ep_size: int = 1, unknown: Literal["refuse", "dense"] = "refuse") -> OperatorSet:
-    """Find all operators of `module`. Return the operators of this rank, in a stable order. Raises `UnknownLayout` if parameters could not
-    be placed or cannot be captured slice by slice; the message names them.
+    """Find all operators of a model as it will train, with its parameters in place. Return those of this rank, in a
+    stable order. Raises `UnknownLayout` if parameters could not be placed or cannot be captured slice by slice; the
+    message names them.
 
-    Args:
-        module: the model as it will train, with its parameters in place.
-        ep_size: ranks that together hold all experts of an expert-parallel layer once.
-        unknown: treatment of a block that looks like experts and fits no rule. `dense` takes the block whole, so every rank must
-            hold all of the block: with `ep_size` above 1 the block is refused in any case.
+    `ep_size` ranks together hold all experts of an expert-parallel layer once. A block that looks like experts and fits
+    no rule is refused, or with `"dense"` taken whole, so every rank must hold all of it: with `ep_size` above 1 it is
+    refused in any case.
     """
     index = ParameterIndex(module)
     refuse = unknown == "refuse" or ep_size > 1

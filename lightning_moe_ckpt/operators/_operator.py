@@ -116,19 +116,13 @@ def split(
     bytes_per_element: int | Callable[[ParamSlice], int],
     coupling: Coupling = "element",
 ) -> list[Operator]:
-    """Cut `operator` into pieces of at most `max_nbytes`, between rows of the last dimension if a row fits.
+    """Cut `operator` into pieces of at most `max_nbytes`, between rows of the last dimension if a row fits. Return
+    `[operator]` if it fits, else operators `name#0`, `name#1`, ... that cover it once, in order. Whole matrices or
+    parameters stay in one piece, if the optimizer's coupling asks for it.
 
-    Args:
-        operator: the operator to cut.
-        max_nbytes: limit of one piece's FULL record, without state of fixed size (a step count).
-        bytes_per_element: bytes of a FULL record per element, for all slices or by slice.
-        coupling: of the optimizer; whole matrices or parameters stay in one piece.
-
-    Returns:
-        `[operator]` if it fits, else operators `name#0`, `name#1`, ... that cover it once, in order.
-
-    Raises:
-        ValueError: not even one element fits, or one matrix or parameter that stays together.
+    The limit is for one piece's FULL record, without state of fixed size (a step count), of so many bytes per element,
+    for all slices or by slice. Raises `ValueError` if not even one element fits, or one matrix or parameter that stays
+    together.
     """
     pieces: list[list[ParamSlice]] = [[]]
     room = max_nbytes

@@ -37,17 +37,12 @@ _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 def ordered_all_reduce(
     flat: Tensor, group: dist.ProcessGroup, *, divisor: int = 1, scratch: Tensor | None = None
 ) -> Tensor:
-    """Sum `flat` over `group` in rank order and divide, in place. Collective.
+    """Sum contiguous, one-dimensional `flat`, of the same length on every rank, over `group` in rank order and divide,
+    in place. Collective. Return `flat`, equal in bits on all ranks. The sum is divided before it is rounded to the
+    dtype of `flat`. `None` as the group is not allowed: torch takes it for the whole world.
 
-    Args:
-        flat: contiguous, one-dimensional; the same length on every rank. A multiple of the group size saves a copy.
-        group: the ranks to sum over; not `None`, which torch takes for the whole world.
-        divisor: applied to the sum before rounding to the dtype of `flat`.
-        scratch: memory of the same dtype, at least as long as `flat` rounded up to a multiple of the group size; saves fresh
-            pages for every call, which cost as much as the transfer on CPU.
-
-    Returns:
-        `flat`, equal in bits on all ranks.
+    A length that is a multiple of the group size saves a copy. `scratch`, memory of the same dtype, at least as long as
+    `flat` rounded up to such a multiple, saves fresh pages for every call, which cost as much as the transfer on CPU.
     """
     ranks = group.size()
     if is_same_sum(flat.dtype, group):

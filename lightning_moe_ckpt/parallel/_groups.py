@@ -256,16 +256,11 @@ def set_current_groups(groups: ParallelGroups | None) -> None:
 def build_groups(
     ep_size: int = 1, timeout: timedelta = timedelta(minutes=30), *, num_stages: int = 1
 ) -> ParallelGroups:
-    """Build every group over the default process group. Collective: all ranks call it at the same point. Raises `ConfigurationError` if
-    `ep_size` or `num_stages` does not divide the ranks.
+    """Build every group over the default process group, and return this rank's. Collective: all ranks call it at the
+    same point. They are not installed; see `set_current_groups`. `timeout` limits one collective of the new groups.
 
-    Args:
-        ep_size: ranks that share one set of experts; must divide a stage's ranks.
-        timeout: limit for one collective of the new groups.
-        num_stages: stages of the pipeline; must divide the world size.
-
-    Returns:
-        This rank's groups. They are not installed; see `set_current_groups`.
+    Raises `ConfigurationError` if `num_stages` does not divide the ranks, or `ep_size`, the ranks that share one set of
+    experts, does not divide a stage's.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     placed = ParallelGroups.placed(rank, world_size, ep_size=ep_size, num_stages=num_stages)

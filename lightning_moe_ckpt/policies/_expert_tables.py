@@ -169,14 +169,9 @@ def expert_names(layer: MoELayerSpec) -> list[str]:
 
 
 def expert_layouts(operators: OperatorSet, nbytes: Mapping[str, int]) -> tuple[ExpertLayout, ...]:
-    """Return the layers of a model.
-
-    Args:
-        operators: of this rank, not split.
-        nbytes: FULL bytes by operator name, over all its writers; experts of one layer are of equal size.
-
-    Returns:
-        Layouts, equal on all ranks, in the order of `OperatorSet.count_offsets`.
+    """Return the layers of a model, equal on all ranks, in the order of `OperatorSet.count_offsets`. Operators are of
+    this rank, not split; bytes are FULL, by operator name, over all its writers. Experts of one layer are of equal
+    size.
     """
     found = []
     for layer in operators.layers:

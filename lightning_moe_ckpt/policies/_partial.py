@@ -73,21 +73,12 @@ _SPARE = 2
 
 
 def next_k(k: int, *, last_k: int, plt: float, last_loss: float, plt_budget: float, num_experts: int) -> int:
-    """Return K after a recovery, and from then on as training goes on.
+    """Return K, the experts per layer, after a recovery, and from then on as training goes on.
 
-    K is the smallest of `k`, `2 k`, `4 k` and so on with which another fault as costly as the last (less in proportion, as K
-    grows, and free with all experts) would leave PLT within the budget. A fault doubles K once at most.
-
-    Args:
-        k: requested experts per layer.
-        last_k: experts per layer at the last fault.
-        plt: portion of lost tokens, that fault included.
-        last_loss: the last fault's part of `plt`.
-        plt_budget: the limit, PEC proposes 0.05.
-        num_experts: E of the largest layer.
-
-    Raises:
-        ValueError: a number is out of range.
+    K is the smallest of `k` (as requested), `2 k`, `4 k` and so on with which another fault as costly as the last (less
+    in proportion, as K grows, and free with all experts) would leave PLT within the budget, which PEC proposes as 0.05.
+    A fault doubles K once at most. At the last fault K was `last_k`, and `last_loss` its part of `plt`, the portion of
+    lost tokens. Raises `ValueError` if a number is out of range.
     """
     if min(k, last_k, num_experts) < 1 or plt < 0 or last_loss < 0 or not plt_budget >= 0:
         raise ValueError(

@@ -180,19 +180,11 @@ def select_experts(
     first: Sequence[tuple[int, int]] = (),
     repeat: Fraction = Fraction(1),
 ) -> ExpertRows:
-    """Return the `S[i]` experts of each layer with most unsaved tokens (SelectExperts of Algorithm 1).
+    """Return, by layer, the `S[i]` held experts with most unsaved tokens of a level (SelectExperts of Algorithm 1).
+    With experts of one size these are `budget // nbytes`, or all held experts.
 
-    Args:
-        tables: one per layer.
-        held: the experts to choose from.
-        level: level whose unsaved tokens count.
-        budget: bytes.
-        index: rotates the order of equal experts.
-        first: `(layer, expert)` taken before all others, as far as they fit.
-        repeat: see `unsaved_order`.
-
-    Returns:
-        Experts by layer. With experts of one size these are `budget // nbytes`, or all held experts.
+    `index` rotates the order of equal experts. The `(layer, expert)` in `first` are taken before all others, as far as
+    they fit. For `repeat` see `unsaved_order`.
     """
     costs = [table.nbytes for table in tables]
     taken, left = _take_first(first, costs, budget)
@@ -217,18 +209,12 @@ def compute_s(
     least: Sequence[int] | None = None,
     left: int | None = None,
 ) -> list[int]:
-    """Return the number of experts of each layer (ComputeS of Algorithm 1).
+    """Return the number of experts of each layer (ComputeS of Algorithm 1), given unsaved tokens, experts, and bytes of
+    an expert by layer. Without unsaved tokens layers share by size.
 
     Places go one by one to the layer that lacks most of its share `risks[i] / sum(risks) * S_total`, as long as its
-    expert fits: the share rounded down for every layer, and the rest to the largest remainders.
-
-    Args:
-        risks: unsaved tokens by layer; without any, layers share by size.
-        sizes: experts by layer.
-        costs: bytes of one expert by layer.
-        budget: bytes, the base of layers' shares.
-        least: experts by layer that are taken anyhow.
-        left: bytes of the budget left after `least`.
+    expert fits: the share rounded down for every layer, and the rest to the largest remainders. The budget of bytes is
+    the base of layers' shares; `least` experts are taken anyhow, and `left` bytes are left after these.
     """
     numbers = list(least or [0] * len(sizes))
     room = budget if left is None else left

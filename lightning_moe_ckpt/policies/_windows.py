@@ -80,22 +80,15 @@ def plan_window(
     max_window: int | None = 16,
     over_budget: OverBudget = "stall",
 ) -> Plan:
-    """Plan a window for `items`.
+    """Plan a window for all operators, or positions of them: 15,000 in milliseconds. Every item is FULL in exactly one
+    slot.
 
-    Args:
-        items: all operators, or positions of them; milliseconds for 15,000.
-        budget_nbytes: bytes that one step can hide.
-        planner: `packed`, or the paper's `algorithm1`, which counts operators instead of bytes.
-        max_window: most slots; `None` for no limit.
-        over_budget: what to do if the budget cannot be kept: slot 0 makes training wait (`stall`), or everything is
-            captured at once every m steps (`dense`).
+    A step can hide `budget_nbytes`. If that cannot be kept, slot 0 makes training wait (`stall`), or everything is
+    captured at once every m steps (`dense`). The planner is `packed`, or the paper's `algorithm1`, which counts
+    operators instead of bytes. `max_window` limits the slots; `None` for no limit.
 
-    Returns:
-        The plan; every item is FULL in exactly one slot.
-
-    Raises:
-        ValueError: there are no items, the budget or `max_window` is not positive, or under `stall` an item alone
-            exceeds the budget and must be split.
+    Raises `ValueError` if there are no items, the budget or `max_window` is not positive, or under `stall` an item
+    alone exceeds the budget and must be split.
     """
     if budget_nbytes < 1 or (max_window is not None and max_window < 1):
         raise ValueError(f"`plan_window(budget_nbytes={budget_nbytes}, max_window={max_window})` must be positive.")

@@ -218,11 +218,7 @@ class PosixBackend:
         try:
             file = self._open_new(temporary)
             try:
-                position = 0
-                for chunk in chunks_of(views, pace.chunk_nbytes(_CHUNK_NBYTES)):
-                    pace.wait(chunk.nbytes)
-                    append(file, chunk, position)
-                    position += chunk.nbytes
+                _write_all(file, views, pace)
                 os.fsync(file)
             finally:
                 os.close(file)
@@ -344,6 +340,14 @@ def _sync_directory(directory: Path) -> None:
             raise
     finally:
         os.close(file)
+
+
+def _write_all(file: int, views: Sequence[bytes | memoryview], pace: Pace) -> None:
+    position = 0
+    for chunk in chunks_of(views, pace.chunk_nbytes(_CHUNK_NBYTES)):
+        pace.wait(chunk.nbytes)
+        append(file, chunk, position)
+        position += chunk.nbytes
 
 
 def _read_all(file: int, nbytes: int) -> Iterator[bytes]:
