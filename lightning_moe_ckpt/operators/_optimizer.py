@@ -28,8 +28,14 @@ from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import IdentityMismatch, UnsupportedOptimizer
 from lightning_moe_ckpt.operators._copies import Beyond, copied_state, inner_optimizers, is_same, opened, put_back
 from lightning_moe_ckpt.operators._coupling import Group, Reach, wideness
-from lightning_moe_ckpt.operators._found_layout import FoundLayout, StateEntry, recorded_value
-from lightning_moe_ckpt.operators._optimizer_classes import Layout, layout_of, reach_of
+from lightning_moe_ckpt.operators._optimizer_classes import (
+    FoundLayout,
+    Layout,
+    StateEntry,
+    layout_of,
+    reach_of,
+    recorded_value,
+)
 from lightning_moe_ckpt.parallel import stepped_of
 
 log = rank_logger(__name__)

@@ -36,7 +36,6 @@ from typing_extensions import override
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import ConfigurationError
-from lightning_moe_ckpt.parallel._buckets import BucketLayout, plan_buckets
 from lightning_moe_ckpt.parallel._collectives import (
     CollectiveQueue,
     is_same_sum,
@@ -47,7 +46,7 @@ from lightning_moe_ckpt.parallel._collectives import (
     stream_writing,
 )
 from lightning_moe_ckpt.parallel._groups import ParallelGroups
-from lightning_moe_ckpt.parallel._pieces import OptimizerShard, PieceExchange, ShardBuckets
+from lightning_moe_ckpt.parallel._pieces import BucketLayout, OptimizerShard, PieceExchange, ShardBuckets, plan_buckets
 
 log = rank_logger(__name__)
 

@@ -3,9 +3,6 @@
 The planner measures a policy's inputs, agrees on them with the other ranks (the smallest budget, tokens and popularity
 over all ranks, the strictest compute precision), asks the policy and lays the plan out, the same on every rank.
 
-Each pipeline stage plans for itself, from its own ranks' measurements. Before a plan is put in force, the stages' plans
-are joined to one on the training thread, with the same window for all.
-
 A plan holds until popularity asks for another order, or steps can hide so much more or less that windows change their
 length: steps, machines and links to other nodes are measured again while training goes on. If tokens are counted, every
 window has its own plan: during a window, the next is planned on a thread. The tokens until then are not known yet, and

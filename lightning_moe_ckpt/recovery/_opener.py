@@ -1,9 +1,8 @@
 """Open a run: find the generation to resume from, whole and verified, and begin an incarnation, which fences earlier
 ones.
 
-The coordinator lists commits, every rank its memory. Ranks agree on the newest version of which each can be given its
-part, or an older generation where storage is slow (`_by_cost`), bring it, and go on with the next older one if a part is bad
-in every copy. A version of another model, optimizer or world stops the search: the user decides what becomes of it.
+Ranks try versions from the newest on of which each can be given its part, or an older generation where storage is slow
+(`_by_cost`). A version of another model, optimizer or world stops the search: the user decides what becomes of it.
 
 If the log moved between the search and the opening of the incarnation, another process has started meanwhile or an
 earlier one still commits, and the search begins again.

@@ -1,11 +1,7 @@
 """Bring a generation that other ranks wrote, or ranks in another layout, cut for this job's ranks.
 
-Records name global coordinates, so their writers do not matter. Every rank gets all writers' markers. From these all ranks
-choose the same records, give each record to one rank, by bytes, and this rank reads the record whole and verifies it.
-Chains of differences are folded as they were written. Then each rank lays a generation out as if it took one now, and gets
-its records' parts from their readers. The result is loaded like any other generation.
-
-What belongs to a rank rather than to the model is retold: each rank makes its journal from those of all writers.
+See "On other ranks" in ARCHITECTURE.md for the steps. What belongs to a rank rather than to the model is retold: each rank
+makes its journal from those of all writers.
 
 Source: ByteCheckpoint (2024), Sec. 3, for resharding by reading each record once. We differ in verifying records whole, and
 in reading from memory of any node.
@@ -33,9 +29,11 @@ from lightning_moe_ckpt.recovery._brought import (
     BroughtRecords,
     WrittenRecord,
     buffer_owners,
+    by_imported_names,
     decoded,
     differing_buffers,
     filtered,
+    fit_imported,
 )
 from lightning_moe_ckpt.recovery._cut import (
     BUFFER,
@@ -49,7 +47,6 @@ from lightning_moe_ckpt.recovery._cut import (
     moves,
 )
 from lightning_moe_ckpt.recovery._fold import ChainRestore, base_step
-from lightning_moe_ckpt.recovery._imported import by_imported_names, fit_imported
 from lightning_moe_ckpt.recovery._index import LinkSource, RecordIndex, Replicas, add_links, newest_whole
 from lightning_moe_ckpt.recovery._inventory import Inventory, Reader, Replica, Version, stored
 from lightning_moe_ckpt.recovery._loading import (

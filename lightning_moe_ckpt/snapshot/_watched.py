@@ -1,10 +1,8 @@
 """Parameters that are watched: constants for changes, copies on several ranks for differences, `.data` for accesses.
 
-A constant is a parameter that training does not change: it is stored once and left out of all plans. A parameter
-without gradient and without optimizer state is taken for one, such as the base of LoRA adapters. Before a run's first
-generation, storage gets all constants, and each generation refers to them. A later start digests the parameters made by
-the user's script, and reads only those that differ from the stored ones. A constant that changes after all (version
-counters, accesses to `.data` and digests tell) becomes an ordinary parameter: the view's operators have it from then on.
+A parameter without gradient and without optimizer state is taken for a constant, such as the base of LoRA adapters. A later
+start digests the parameters made by the user's script, and reads only those that differ from the stored ones. A constant
+that changes after all (version counters, accesses to `.data` and digests tell) becomes an ordinary parameter.
 
 Invariant: a generation taken while a constant differed from the stored one is not whole.
 

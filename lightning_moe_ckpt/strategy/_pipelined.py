@@ -23,7 +23,7 @@ from typing_extensions import override
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.fit.loops import _port
-from lightning_moe_ckpt.moe._pretrained import spread_while_loading
+from lightning_moe_ckpt.moe._spread import spread_while_loading
 from lightning_moe_ckpt.native import PipelinePhase
 from lightning_moe_ckpt.parallel import GradientReducer, ParallelGroups
 from lightning_moe_ckpt.parallel._upstream import UpstreamLog

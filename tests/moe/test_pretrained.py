@@ -20,7 +20,7 @@ from operators._families import COMMON, SPREAD, balanced
 from torch import Tensor, nn
 
 from lightning_moe_ckpt.moe import spread_experts
-from lightning_moe_ckpt.moe._pretrained import spread_while_loading
+from lightning_moe_ckpt.moe._spread import spread_while_loading
 from lightning_moe_ckpt.parallel import ParallelGroups, set_current_groups
 
 E = 12

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_moe_ckpt.parallel._buckets import plan_buckets
+from lightning_moe_ckpt.parallel._pieces import plan_buckets
 
 
 @given(
