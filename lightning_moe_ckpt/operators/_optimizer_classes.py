@@ -1,4 +1,6 @@
-"""Know classes of optimizers beforehand: the layout of their state, how far an update reaches, and options that are refused.
+"""The layout of optimizers' state, as a class is known beforehand or as copies have shown, and how far an update reaches.
+
+A copy of a large parameter is small, and its state's sizes foretell those of the parameter's own state.
 
 Classes of torch in the table are believed, since tests try them as everything else is tried at start. What a caller registers is a
 claim: copies that show a wider coupling refute it.

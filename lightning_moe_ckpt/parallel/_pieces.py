@@ -5,7 +5,9 @@ one's memory, so it keeps 1/N of the state. Reduced gradients end with their own
 together the bytes of an all-reduce. Elements are summed in the order of ranks whatever the layout, so bits do not depend on who
 owns what.
 
-A bucket has a row per rank, with columns of several parameters, so every rank owns equally much of it.
+A bucket has a row per rank, with columns of several parameters, so every rank owns equally much of it. Buckets of whole
+parameters (`plan_buckets`) are cut from one flat vector, also within a parameter. Their layout is a pure function of names and
+sizes, so all ranks have the same.
 
 Source: ZeRO (2020), Sec. 5.1; we differ in owning pieces of each parameter rather than of a flat vector.
 """

@@ -1,4 +1,8 @@
-"""Records of all writers, each record's reader, and memory with the records that this rank has read."""
+"""Records of all writers, each record's reader, and memory with the records that this rank has read.
+
+Those of another tool's checkpoint have names, shapes and types only, and are fitted to the model: it knows its buffers by name,
+and each tensor's precision. Running averages that the file lacks begin with the weights.
+"""
 
 from __future__ import annotations
 
