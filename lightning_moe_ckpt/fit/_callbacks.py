@@ -64,7 +64,7 @@ class Findings:
         self.follow(state)
         self._silenced = list(self._finders)
         for finder in self._silenced:
-            finder.on_fit_start = _find_nothing  # type: ignore[method-assign]
+            finder.on_fit_start = lambda *_: None  # type: ignore[method-assign]
 
     def follow(self, state: Mapping[str, Any]) -> None:
         """Set the original run's values in replay."""
@@ -86,10 +86,6 @@ class Findings:
             else:
                 names = ()
             yield from [name for name in names if lightning_hasattr(self._module, name)][:1]
-
-
-def _find_nothing(trainer: Trainer, pl_module: LightningModule) -> None:
-    """Skip the search of a finder whose result was restored."""
 
 
 def _finders(trainer: Trainer) -> Iterable[BatchSizeFinder | LearningRateFinder]:

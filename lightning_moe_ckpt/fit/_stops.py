@@ -137,7 +137,7 @@ class SigtermTap:
         self._trainer, self._listener, self._pid = trainer, listener, os.getpid()
         self._connector = trainer._signal_connector
         self._connector._sigterm_notifier_fn = self._received  # type: ignore[method-assign,assignment]
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
     def _received(self, signum: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:  # a forked child: its signal does not concern the training process
@@ -157,10 +157,6 @@ class SigtermTap:
         """Restore Lightning's own methods."""
         self._connector.__dict__.pop("_sigterm_notifier_fn", None)
         self._trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
-
-
-def _nothing() -> None:
-    """Do nothing, in place of a broadcast."""
 
 
 class ShieldedWorkers:

@@ -50,15 +50,9 @@ class SpreadExperts(nn.Module):
     """Global indices of this rank's experts, in the order of dim 0."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Apply the chosen experts wherever they are. Collective over the group `expert`.
-
-        Args:
-            hidden_states: shape `[T, D]`; ranks may hold different numbers of tokens, but all call forward equally often.
-            top_k_index: int64 `[T, K]`, global expert indices.
-            top_k_weights: `[T, K]`.
-
-        Returns:
-            Shape `[T, D]`, as precise as `hidden_states`.
+        """Apply the chosen experts, int64 `[T, K]` by global index, wherever they are, with weights `[T, K]`, to hidden
+        states `[T, D]`; return as many, as precise. Collective over the group `expert`: ranks may hold different
+        numbers of tokens, but all call forward equally often.
         """
         group = expert_group(self)
         dispatch = plan_dispatch(top_k_index, self.num_experts * self.ep_size, None)

@@ -269,12 +269,9 @@ class CopyEngine(Protocol):
 
 
 def copy_through(engine: CopyEngine, copies: Sequence[Copy]) -> None:
-    """Copy into live tensors, such as host memory into parameters, and return when all bytes have arrived.
-
-    Work queued earlier on the current stream runs before the copies, later work sees the new values. Version counters
-    rise as with `copy_`.
-
-    Raises `CheckpointError` if the copy failed; the destinations hold garbage.
+    """Copy into live tensors, such as host memory into parameters, and return when all bytes have arrived. Raises
+    `CheckpointError` if the copy failed; the destinations hold garbage. Work queued earlier on the current stream runs
+    before the copies, later work sees the new values. Version counters rise as with `copy_`.
     """
     ticket = engine.submit(copies)
     engine.fence(ticket)

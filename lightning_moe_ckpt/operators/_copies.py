@@ -81,9 +81,8 @@ def wrappings(state: State) -> dict[str, list[Any]]:
 
 
 def closed(state: State, wrapped: Mapping[str, list[Any]], classes: Mapping[str, type]) -> dict[str, Any]:
-    """Return an opened state with wrappers from `wrappings`, except those with a record that is not loaded yet.
-
-    Raises `IdentityMismatch` if a wrapper has none of `classes`, kept by a copy.
+    """Return an opened state with wrappers from `wrappings`, except those with a record that is not loaded yet. Raises
+    `IdentityMismatch` if a wrapper has none of `classes`, kept by a copy.
     """
     keys = {f"{key}:{name}": key for key, (_, names, *_) in wrapped.items() for name in names}
     made: dict[str, Any] = {}

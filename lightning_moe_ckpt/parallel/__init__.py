@@ -9,6 +9,7 @@ from lightning_moe_ckpt.parallel._expert_parallel import expert_parallel_modules
 from lightning_moe_ckpt.parallel._gloo import MESH_RANKS as MESH_RANKS
 from lightning_moe_ckpt.parallel._gloo import GroupAbort as GroupAbort
 from lightning_moe_ckpt.parallel._gloo import begin as begin
+from lightning_moe_ckpt.parallel._gloo import beside as beside
 from lightning_moe_ckpt.parallel._gloo import closed_listeners as closed_listeners
 from lightning_moe_ckpt.parallel._groups import ROUTE as ROUTE
 from lightning_moe_ckpt.parallel._groups import ParallelGroups as ParallelGroups

@@ -177,7 +177,7 @@ def _wait(work: dist.Work, timeout: timedelta | None = None) -> bool:
         return _native_wait(work) if timeout is None else _native_wait(work, timeout)
     if work._get_op_type() not in _POINT_TO_POINT:  # type: ignore[attr-defined]  # noqa: SLF001  # torch has no public way
         return abort.outlast(partial(_wait_for_turn, work), work.is_completed)
-    waiting = _beside(partial(_native_wait, work) if timeout is None else partial(_native_wait, work, timeout))
+    waiting = beside(partial(_native_wait, work) if timeout is None else partial(_native_wait, work, timeout))
     return abort.outlast(partial(_turn_of, waiting), work.is_completed)
 
 
@@ -186,7 +186,7 @@ def begin(operate: Callable[[], T], peer: int, group: dist.ProcessGroup | None) 
     abort = GroupAbort._newest  # noqa: SLF001  # of this module
     if abort is None or group is None or group.size() <= MESH_RANKS or (group.group_name, peer) in abort.begun:
         return operate()
-    begun = _beside(operate)
+    begun = beside(operate)
     result = abort.outlast(partial(_turn_of, begun), begun.done)
     abort.begun.add((group.group_name, peer))
     return result
@@ -206,8 +206,8 @@ def _turn_of(waiting: Future[T]) -> T | None:
     return waiting.result() if done else None
 
 
-def _beside(act: Callable[[], T]) -> Future[T]:
-    """Begin to act in another thread."""
+def beside(act: Callable[[], T], name: str = "moe-ckpt-wait") -> Future[T]:
+    """Begin to act in another thread of that name."""
     result: Future[T] = Future()
 
     def run() -> None:
@@ -216,7 +216,7 @@ def _beside(act: Callable[[], T]) -> Future[T]:
         except BaseException as error:  # noqa: BLE001  # the entry of a thread: who waits raises it
             result.set_exception(error)
 
-    threading.Thread(target=run, name="moe-ckpt-wait", daemon=True).start()
+    threading.Thread(target=run, name=name, daemon=True).start()
     return result
 
 

@@ -60,19 +60,16 @@ def global_grad_norm(
 ) -> Tensor:
     """Return the gradient norm of the whole model, over all stages, after reduction. Collective.
 
-    A scalar on the gradients' device, equal in bits for whole gradients and pieces: fp64 if all gradients are and there are no
-    expert-parallel names and stages, otherwise fp32. Raises `ValueError` if `norm_type` is not above zero.
+    A scalar on the gradients' device (`device` without any), equal in bits for whole gradients and pieces: fp64 if all
+    gradients are and there are no expert-parallel names and stages, otherwise fp32. Bits are independent of pieces and
+    threads for whole `norm_type`s and infinity. Raises `ValueError` if `norm_type`, as in
+    `torch.nn.utils.clip_grad_norm_`, is not above zero.
 
-    Args:
-        named_gradients: gradients in the same order of names on all ranks of a stage; `None` means no gradient.
-        expert_parallel: names with different experts on each expert-parallel rank. Equal on all ranks of a stage; a name
-            without a gradient on this rank counts as zero.
-        groups: this rank's groups.
-        norm_type: as in `torch.nn.utils.clip_grad_norm_`, above zero, infinity included. Bits are independent of pieces and
-            threads for whole numbers and infinity.
-        device: device of the result if there is no gradient at all.
-        whole: elements of the parameter, for names whose gradient here is a flat piece: the interval of `pieces` with this
-            rank's index in the group `stage`, or `expert_data` for an expert-parallel name. Equal on that group's ranks.
+    Gradients come in the same order of names on all ranks of a stage; `None` means no gradient. Names in
+    `expert_parallel` have different experts on each expert-parallel rank; without a gradient on this rank they count as
+    zero. `whole` has the parameter's elements, for names whose gradient here is a flat piece: the interval of `pieces`
+    with this rank's index in the group `stage`, or `expert_data` for an expert-parallel name. Both are equal on the
+    group's ranks.
     """
     if not norm_type > 0:
         raise ValueError(f"`norm_type={norm_type}` must be above zero. Infinity gives the largest absolute value.")

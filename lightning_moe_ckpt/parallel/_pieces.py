@@ -84,16 +84,9 @@ P = TypeVar("P", bound=Tensor)
 
 
 class OptimizerShard:
-    """This rank's piece of a parameter; known to the parameter, see `shard_of`.
-
-    Args:
-        whole: contiguous.
-        ranks: global ranks that share the parameter, ascending.
-        rank: this one.
-        gather: fills parameters from all owners' pieces, by name; collective.
-
-    Attributes:
-        stepped: the piece, flat, in the memory of `whole`, with a gradient and versions of its own.
+    """This rank's piece of a contiguous parameter that `ranks`, global and ascending, share; known to the parameter,
+    see `shard_of`. `gather` fills parameters from all owners' pieces, by name; collective. `stepped` is the piece,
+    flat, in the memory of `whole`, with a gradient and versions of its own.
     """
 
     def __init__(self, whole: nn.Parameter, ranks: Sequence[int], rank: int, gather: Gather) -> None:

@@ -224,26 +224,23 @@ def _ended(begun: dist.Work, flat: Tensor, divisor: int) -> Tensor:
 
 
 class GradientReducer:
-    """Average of gradients over ranks during backward.
+    """Average of gradients over ranks during backward; in a world of one nothing is reduced.
 
-    Call `prepare(sync=...)` before each backward and `finish()` after it. Gradients are reduced once `finish` returns. The
-    reducer holds the memory of gradients, also between steps, and of one bucket.
+    Call `prepare(sync=...)` before each backward and `finish()` after it. Gradients are reduced once `finish` returns.
+    The reducer holds the memory of gradients, also between steps, and of one bucket of `bucket_nbytes`, a message.
 
-    Args:
-        named_parameters: all parameters, in the same order on every rank of the stage. A parameter is reduced if it requires
-            a gradient on some rank; if it requires one later, on all ranks, it is reduced from then on.
-        groups: this rank's groups; in a world of one nothing is reduced.
-        is_expert_parallel: parameter names whose experts differ between the ranks of an `expert` group.
-        bucket_nbytes: bytes per message.
-        shards: by name, for parameters whose gradients end with the owners of pieces. Their own gradients are then `None`.
-        whole_gradients: whether all ranks gather the gradients of `shards`, because the user's code reads them; a shard's gradient is
-            then a part of the whole one.
-        mode: `"ordered"`: bits depend on the ranks' values only. `"allreduce"`: the backend's own all-reduce over the same
-            static, zero-filled buckets; faster on some networks, with bits that change with `bucket_nbytes`, the set of
-            parameters and the backend's choice of algorithm.
-        flags: integers by name. Each reduction exchanges their maximum over all ranks; with pipeline stages over the stage,
-            and `exchange_flags` over all.
-        stage_flags: integers by name, with their maximum over the stage's ranks only.
+    All parameters are given, in the same order on every rank of the stage. A parameter is reduced if it requires a
+    gradient on some rank; if it requires one later, on all ranks, it is reduced from then on. Names in
+    `is_expert_parallel` have different experts on the ranks of an `expert` group. The gradients of `shards`, by name,
+    end with the owners of pieces; their own gradients are then `None`. With `whole_gradients` all ranks gather these,
+    because the user's code reads them; a shard's gradient is then a part of the whole one.
+
+    In mode `"ordered"` bits depend on the ranks' values only. `"allreduce"` is the backend's own all-reduce over the
+    same static, zero-filled buckets; faster on some networks, with bits that change with `bucket_nbytes`, the set of
+    parameters and the backend's choice of algorithm.
+
+    Each reduction exchanges the maximum of each integer in `flags` over all ranks; with pipeline stages over the stage,
+    and `exchange_flags` over all. That of `stage_flags` is over the stage's ranks only.
     """
 
     def __init__(

@@ -78,13 +78,9 @@ def should_reorder(
     reorder_threshold: float = 0.10,
     reorder_fraction: float = 0.25,
 ) -> bool:
-    """Return whether the experts' shares of the tokens have changed enough to plan anew.
-
-    Args:
-        old_counts: popularity of each expert when the plan was made, in any unit.
-        new_counts: popularity now; the totals may differ.
-        reorder_threshold: relative change of an expert's share that counts.
-        reorder_fraction: share of the experts that must have changed.
+    """Return whether the experts' shares of the tokens have changed enough to plan anew since the plan was made: by a
+    part of `reorder_threshold` for a part of `reorder_fraction` of the experts. Counts are in any unit; totals may
+    differ.
 
     Source: MoEvement (2026), Sec. 3.5: "over 10% for at least 25% of experts".
     """
@@ -99,19 +95,12 @@ def should_reorder(
 
 
 def decayed_popularity(previous_E: Tensor, counts_E: Tensor, *, half_life_steps: float) -> Tensor:
-    """Return an exponential moving average of popularity over optimizer steps.
+    """Return an exponential moving average of popularity over optimizer steps: float64 `[E]`. Equal inputs give equal
+    bits, so a resumed run that counts the same steps has the same result.
 
-    `a * previous + (1 - a) * counts` with `a = 2 ** (-1 / half_life_steps)`. The average starts at zero, which scales
-    the first averages alike for all experts, without effect on order or shares. It is linear, so ranks' averages of
-    their own tokens add up to the average of all tokens.
-
-    Args:
-        previous_E: the result for the step before; zeros for the first step.
-        counts_E: hard or soft counts of one optimizer step, all its micro-batches.
-        half_life_steps: steps after which a count weighs half, above zero.
-
-    Returns:
-        float64 `[E]`. Equal inputs give equal bits, so a resumed run that counts the same steps has the same result.
+    `a * previous + (1 - a) * counts` with `a = 2 ** (-1 / half_life_steps)`; counts, hard or soft, are of all
+    micro-batches of a step. The average starts at zero, which scales the first averages alike for all experts, without
+    effect on order or shares. It is linear, so ranks' averages of their own tokens add up to the average of all tokens.
 
     Source: MoEvement (2026), Appendix B, "Time-Decayed Popularity".
     """
@@ -125,15 +114,8 @@ def decayed_popularity(previous_E: Tensor, counts_E: Tensor, *, half_life_steps:
 
 
 def popularity_per_capacity(counts_E: Tensor, capacity_E: Tensor) -> Tensor:
-    """Return the experts' use: tokens relative to capacity.
-
-    Args:
-        counts_E: hard or soft counts.
-        capacity_E: tokens that each expert could take in the same steps, zero or more; on any device. An expert without
-            capacity has no popularity.
-
-    Returns:
-        float64 `[E]`, on the counts' device.
+    """Return the experts' use: tokens relative to capacity, float64 `[E]`, on the counts' device. Capacity, on any
+    device, is in tokens that each expert could take in the same steps; an expert with none has no popularity.
 
     Source: MoEvement (2026), Appendix B, "Capacity-Aware Ordering".
     """

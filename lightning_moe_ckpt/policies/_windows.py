@@ -110,11 +110,9 @@ def plan_for_window(items: Sequence[PlanItem], window: int) -> Plan:
 
 
 def smallest_budget(items: Sequence[PlanItem], window: int) -> int:
-    """Return the smallest budget with which a packed plan needs at most `window` slots and does not stall.
-
-    Smallest means: one byte less needs more slots or a stall, with exact plans for up to 12 operators.
-
-    Raises `ValueError` if there are no items, or `window` is not positive.
+    """Return the smallest budget with which a packed plan needs at most `window` slots and does not stall: one byte
+    less needs more slots or a stall, with exact plans for up to 12 operators. Raises `ValueError` if there are no
+    items, or `window` is not positive.
     """
     if window < 1:
         raise ValueError(f"`plan_for_window(window={window})` must be positive.")

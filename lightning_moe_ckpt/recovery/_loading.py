@@ -297,12 +297,8 @@ def replay_of(
     as_user: Callable[[Journal], None],
 ) -> tuple[WindowLayout, Replay]:
     """Return a verified generation's layout, and its replay, for `load_found`; its first records are on their way to
-    all ranks. Collective.
-
-    For `frozen` and `as_user` see `Replay`.
-
-    Raises `IdentityMismatch` if the segments are not laid out as this model, plan and world require; `Corrupt` if the
-    plan cannot be read.
+    all ranks. Collective. For `frozen` and `as_user` see `Replay`. Raises `IdentityMismatch` if the segments are not
+    laid out as this model, plan and world require; `Corrupt` if the plan cannot be read.
     """
     as_user(found.start)  # first: the optimizer's groups decide which records there are
     view.fit_buffers(dict(zip(found.layouts[0].names, found.layouts[0].kinds, strict=True)))

@@ -235,9 +235,8 @@ class Search:
         memory may lack that generation's records."""
 
     def run(self, listed: object) -> RestoreSource | None:
-        """Return the newest generation available to all ranks, with this rank's part; `None` without any.
-
-        Commits in storage are `listed`. Raises `IdentityMismatch` if the run was written by another model, optimizer or world.
+        """Return the newest generation available to all ranks, with this rank's part; `None` without any. Commits in
+        storage are `listed`. Raises `IdentityMismatch` if the run was written by another model, optimizer or world.
         """
         assert isinstance(listed, list)
         *stored, self.reasons = listed
@@ -456,9 +455,8 @@ class Search:
     # -- whether the run is this job's
 
     def _is_alike(self, stored: Commit | RankMarker, markers: Sequence[RankMarker] = ()) -> bool:
-        """Return whether a generation is of these ranks in this layout; false if other ranks may have written it. Collective.
-
-        Raises `IdentityMismatch` if the model differs, or the layout does and must not.
+        """Return whether a generation is of these ranks in this layout; false if other ranks may have written it.
+        Collective. Raises `IdentityMismatch` if the model differs, or the layout does and must not.
         """
         if IMPORTED in stored.policy:
             return False  # of no ranks; the records say whether the model is the same

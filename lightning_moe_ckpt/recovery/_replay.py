@@ -256,7 +256,11 @@ class Replay:
             # This rank's own part, which is here, is loaded while another one comes.
             first = next((i for i, part in enumerate(under_way) if part.is_own), 0)
             self._load_part(under_way.pop(first), shared)
-        self._load_scalars(scalars or {})
+        for fqn, values in (scalars or {}).items():
+            for key, value in values.items():
+                live = self._view.schema.get_state(self._view.params[fqn], key)
+                assert live is not None
+                live.copy_(value)
         self._view.schema.load_rest(self.journals[self._newest]["start"].get("optimizer", {}), self._view.params)
         for each in (self._view.params, *self._view.averages.all()):
             complete(each)
@@ -284,13 +288,6 @@ class Replay:
             schema.drop_state(params[fqn])
         for fqn in scalars:
             schema.ensure_state(params[fqn])
-
-    def _load_scalars(self, scalars: Scalars) -> None:
-        for fqn, values in scalars.items():
-            for key, value in values.items():
-                live = self._view.schema.get_state(self._view.params[fqn], key)
-                assert live is not None
-                live.copy_(value)
 
     def _parts(self, index: int) -> Iterator[_Sent]:
         """Begin to send each part of one of the window's steps, as the caller asks for it."""
@@ -399,15 +396,8 @@ class Repeats:
             self.replay.freeze()
 
     def stepped(self, step: int, losses: list[Tensor], known: str) -> Journal:
-        """Compare a replayed step with its journal, then load the slot of its boundary.
-
-        Args:
-            step: the boundary.
-            losses: losses of the replayed step.
-            known: known reasons for other losses, in words.
-
-        Returns:
-            The start half of the boundary's journal, from the original run.
+        """Compare a replayed step with its journal, then load the slot of its boundary. Return the start half of the
+        boundary's journal, from the original run. `known` are known reasons for other losses, in words.
         """
         replay = self.replay
         assert replay is not None
@@ -423,11 +413,7 @@ class Repeats:
 
     def reconcile(self, all_agree: Callable[[bool], bool], *, disturbed: bool) -> None:
         """Undo changes by hooks since the newest slot was loaded; call as the next batch begins, when the slot was
-        sealed.
-
-        Args:
-            all_agree: asks all replaying ranks.
-            disturbed: whether the loaded state may have changed without a trace.
+        sealed. All replaying ranks have to agree. `disturbed`: the loaded state may have changed without a trace.
         """
         assert self.unsettled is not None
         self.unsettled.reconcile(all_agree, disturbed=disturbed)

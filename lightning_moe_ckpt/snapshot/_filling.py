@@ -315,9 +315,8 @@ class SegmentWriter:
         return ticket
 
     def recopy_changed(self, ticket: Ticket, *, everything: bool = False) -> Ticket:
-        """Copy the sources changed in place since `start` again, all if `everything`, and return the ticket of all copies.
-
-        Raises `CheckpointError` if a copy failed.
+        """Copy the sources changed in place since `start` again, all if `everything`, and return the ticket of all
+        copies. Raises `CheckpointError` if a copy failed.
         """
         if everything:
             # There may be other tensors now, or none: `param.data = ...`, `optimizer.state.clear()`.

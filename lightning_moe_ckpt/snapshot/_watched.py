@@ -137,10 +137,9 @@ class Constants:
         *,
         load: bool,
     ) -> None:
-        """Store a new run's constants, or make the live constants equal to those of `resumed`, if these may differ (`load`).
-        Collective.
-
-        Raises `NoUsableGeneration`, on all ranks, if some rank lacks the stored bytes and cannot read them.
+        """Store a new run's constants, or make the live constants equal to those of `resumed`, if these may differ
+        (`load`). Collective. Raises `NoUsableGeneration`, on all ranks, if some rank lacks the stored bytes and cannot
+        read them.
         """
         if resumed is None:
             if not exchange.all_agree(not self._view.operators.constants):
@@ -338,9 +337,8 @@ class Copies:
         self._told = groups.world_size == 1
 
     def compare(self, *, first: bool) -> None:
-        """Raise (`first`) if parameters or optimizer state differ among ranks; later log parameters that differ. Collective.
-
-        Raises `ConfigurationError` on all ranks; the message names the parameters.
+        """Raise `ConfigurationError` on all ranks (`first`), with the names, if parameters or optimizer state differ
+        among ranks; later log parameters that differ. Collective.
         """
         lines = [] if self._told else _differing(self._view, self._groups, self._exchange, states=first)
         if lines and first:

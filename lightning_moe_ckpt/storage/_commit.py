@@ -305,9 +305,8 @@ def put_receipt(backend: Backend, marker: RankMarker, parts: Sequence[bytes | me
 
 
 def complete_markers(backend: Backend, run_id: str, contents: Contents, *, by_receipts: bool) -> list[StoredMarker]:
-    """Take all markers of a generation that its incarnation did not commit; the caller counts the ranks.
-
-    Raises `Corrupt` for a marker of another run, a damaged one, or a missing file; `KeyMissing` for a deleted marker.
+    """Take all markers of a generation that its incarnation did not commit; the caller counts the ranks. Raises
+    `Corrupt` for a marker of another run, a damaged one, or a missing file; `KeyMissing` for a deleted marker.
     """
     stored = [*map(_reader(backend, contents, by_receipts=by_receipts), sorted(contents.ranks))]
     for marker in (each.marker for each in stored):

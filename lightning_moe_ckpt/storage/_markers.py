@@ -188,7 +188,6 @@ class RankMarker:
     @classmethod
     def from_bytes(cls, data: bytes, where: str, start: int = 0) -> RankMarker:
         """Read a marker stored from byte `start` on. All digests are checked now, records are parsed on first use.
-
         Raises `Corrupt`.
         """
         end = data.find(b"\n", start) + 1

@@ -365,7 +365,6 @@ class UnfinishedUploads:
 
     def abort(self, prefix: str) -> int:
         """Abort every upload to a key that starts with `prefix`; return how many, zero if the store cannot be asked.
-
         Raises `StorageError` if a request failed.
         """
         num_aborted = 0

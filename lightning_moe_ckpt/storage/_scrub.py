@@ -49,12 +49,9 @@ def read_chunks(backend: Backend, key: str, nbytes: int, *, first: int = 0) -> I
 
 
 def scrub_segment(backend: Backend, entry: SegmentEntry) -> None:
-    """Read a segment file and check its header, its digest and every record's.
-
-    The caller has compared the size with the listing.
-
-    Raises `Corrupt` if the header, a record or the file is damaged (the message names the first defect); `KeyMissing`
-    if the file is gone.
+    """Read a segment file, whose size the caller has compared with the listing, and check its header, its digest and
+    every record's. Raises `Corrupt` if one is damaged (the message names the first defect); `KeyMissing` if the file is
+    gone.
     """
     check_header(backend, entry)  # first, so that a file that is no segment is not read to its end
     records = sorted(entry.records, key=lambda record: record.offset)

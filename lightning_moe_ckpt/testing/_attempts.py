@@ -284,7 +284,9 @@ class _RunningAttempt:
                 time.sleep(DETECTION_DELAY)
                 return
             if time.monotonic() > deadline:
-                self._dump_threads()
+                for rank in self._pids.keys() - self._codes.keys():
+                    os.killpg(self._pids[rank], signal.SIGUSR1)  # loader workers inherited the handler
+                time.sleep(0.5)  # the dump is written by a signal handler of the other process
                 raise self._failed(f"hung: not ended after {self._script.timeout:g} s")
             time.sleep(0.002)
 
@@ -300,11 +302,6 @@ class _RunningAttempt:
             ended, status = os.waitpid(pid, options)
             if ended:
                 self._codes[rank] = os.waitstatus_to_exitcode(status)
-
-    def _dump_threads(self) -> None:
-        for rank in self._pids.keys() - self._codes.keys():
-            os.killpg(self._pids[rank], signal.SIGUSR1)  # loader workers inherited the handler
-        time.sleep(0.5)  # the dump is written by a signal handler of the other process
 
     def _kill_all(self) -> None:
         """SIGKILL every rank with its process group, so that no loader worker outlives its rank, and reap."""

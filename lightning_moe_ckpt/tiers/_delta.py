@@ -305,7 +305,6 @@ def _unpack(recipe: bytes, most: int) -> tuple[bytes, bytes, bytes]:
 
 def _read(document: bytes) -> tuple[list[StepSettings], torch.dtype, str | None, bool, int]:
     """Return settings, the gradients' dtype and digest, whether the whole segment is sent too, and the zeros not sent.
-
     Raises `Corrupt`.
     """
     try:

@@ -100,10 +100,8 @@ class ReplicaStore:
         is_link: bool = False,
     ) -> None:
         """Make room for segments of these bytes: give up all but `base`, `keep` and the generations kept with `keep`.
-
-        Differences that follow `keep` stay, except the oldest if there is no room.
-
-        Raises `ConfigurationError` if the generation needs more memory than there is.
+        Differences that follow `keep` stay, except the oldest if there is no room. Raises `ConfigurationError` if the
+        generation needs more memory than there is.
         """
         if not self._ring.is_named:
             self.memory.renew()

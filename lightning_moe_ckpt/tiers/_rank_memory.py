@@ -186,11 +186,9 @@ class RankMemory:
 
     def renew(self) -> SegmentRing:
         """Return a new ring of the same size for the ring in use, whose name is gone: no later process would find it.
-
-        Current readers of the old ring may go on; its memory is released with the last reader.
-
-        Raises `ConfigurationError` if there is no room yet, so call again later, or a later start of the run has taken
-        the ring over.
+        Current readers of the old ring may go on; its memory is released with the last reader. Raises
+        `ConfigurationError` if there is no room yet, so call again later, or a later start of the run has taken the
+        ring over.
         """
         lost = self.ring
         assert lost is not None

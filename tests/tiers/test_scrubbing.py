@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from lightning_moe_ckpt.errors import KeyMissing, StorageError
-from lightning_moe_ckpt.planning._bad_copies import WIDTH, BadCopyList
+from lightning_moe_ckpt.planning._ledger import BAD_COPIES_WIDTH as WIDTH
+from lightning_moe_ckpt.planning._ledger import BadCopyList
 from lightning_moe_ckpt.policies import TierLedger
 from lightning_moe_ckpt.storage import GenerationId, RankMarker, RecordEntry, ReferencedEntry, SegmentEntry, digest_of
 from lightning_moe_ckpt.tiers import BadCopy, Scrubber

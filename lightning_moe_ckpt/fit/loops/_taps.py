@@ -81,25 +81,23 @@ class FitLoopTaps:
         fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
         self._fit_loop, self._epoch_loop, self._val_loop = fit_loop, epoch_loop, epoch_loop.val_loop
         self._restore: list[Callable[[], object]] = []
-        self._before(fit_loop, "on_advance_start", listener.before_epoch)
+        self._tap(fit_loop, "on_advance_start", listener.before_epoch)
         # Lightning makes the first epoch's iterator in `setup_data`, right after this call...
-        self._before(fit_loop, "_load_combined_loader_states", listener.before_iter)
+        self._tap(fit_loop, "_load_combined_loader_states", listener.before_iter)
         # ... and later epochs' iterators in here. Loaders without a length are fetched from right then, by the fetcher of
         # the previous epoch with its taps in place: making an iterator ahead is a single moment, as in the first epoch.
         self._making_iterator = False
         self._set(epoch_loop, "on_run_start", self._run_start(trainer, listener, data))
         ahead, fetch = data.before_fetch_ahead, listener.before_fetch
-        self._before(epoch_loop, "_on_before_fetch", lambda: ahead() if self._making_iterator else fetch())
+        self._tap(epoch_loop, "_on_before_fetch", lambda: ahead() if self._making_iterator else fetch())
         after = listener.after_fetch
-        self._after(epoch_loop, "_on_after_fetch", lambda: None if self._making_iterator else after())
-        self._before(self._val_loop, "reset", data.before_validation)
+        self._tap(epoch_loop, "_on_after_fetch", then=lambda: None if self._making_iterator else after())
+        self._tap(self._val_loop, "reset", data.before_validation)
         for name, loop in loops_of(trainer).items():
             self._set(loop, "setup_data", partial(self._load, trainer, data, name))
-        self._before(fit_loop, "on_advance_end", listener.before_epoch_end)
-        self._after(fit_loop, "on_run_end", listener.after_run)
-        self._before(epoch_loop, "on_advance_end", listener.after_batch)
-        self._after(epoch_loop, "on_advance_end", listener.after_hooks)
-        self._after(fit_loop, "on_advance_end", listener.after_hooks)
+        self._tap(fit_loop, "on_advance_end", listener.before_epoch_end, then=listener.after_hooks)
+        self._tap(fit_loop, "on_run_end", then=listener.after_run)
+        self._tap(epoch_loop, "on_advance_end", listener.after_batch, then=listener.after_hooks)
 
     def _run_start(self, trainer: Trainer, listener: LoopListener, data: DataListener) -> Callable[[Any], None]:
         original = self._epoch_loop.on_run_start
@@ -123,23 +121,18 @@ class FitLoopTaps:
         else:
             data.load(name)
 
-    def _before(self, owner: object, name: str, first: Callable[[], None]) -> None:
+    def _tap(
+        self, owner: object, name: str, first: Callable[[], None] | None = None, then: Callable[[], None] | None = None
+    ) -> None:
         original = getattr(owner, name)
 
         def tapped(*args: Any, **kwargs: Any) -> Any:
-            if not self._resting():
+            if first is not None and not self._resting():
                 first()
-            return original(*args, **kwargs)
-
-        self._set(owner, name, tapped)
-
-    def _after(self, owner: object, name: str, then: Callable[[], None]) -> None:
-        original = getattr(owner, name)
-
-        def tapped(*args: Any, **kwargs: Any) -> None:
-            original(*args, **kwargs)
-            if not self._resting():
+            result = original(*args, **kwargs)
+            if then is not None and not self._resting():
                 then()
+            return result
 
         self._set(owner, name, tapped)
 
@@ -245,10 +238,8 @@ class SeenGradients(TorchFunctionMode):
             return call(*args)
 
     def ask(self, step: Callable[[], Any], lacking: Collection[int] = ()) -> Any:
-        """Run a training step; note parameters for whose gradients it asks autograd.
-
-        Raises:
-            LacksGradient: the parameter is `lacking` it, by identity.
+        """Run a training step; note parameters for whose gradients it asks autograd. Raises `LacksGradient` for one of
+        `lacking`, by identity.
         """
         run: Any = vars(torch.autograd)[_BACKWARD]
 
