@@ -52,8 +52,8 @@ class JournalCapacity:
 
 
 def encode_journal(journal: Journal, capacity: int, on_host: Mapping[int, Tensor] | None = None) -> bytes:
-    """Encode a journal to bytes for the start of a record with `capacity` bytes; `on_host` as for `encode`. Raises
-    `JournalOverflow` if the bytes do not fit; `CodecError` if a value in the journal cannot be stored exactly.
+    """Encode a journal to bytes for the start of a record with `capacity` bytes. Raises `JournalOverflow` if the bytes
+    do not fit. For `on_host`, and for `CodecError`, see `encode`.
     """
     payload = encode(journal, on_host)
     nbytes = _LENGTH.size + len(payload)

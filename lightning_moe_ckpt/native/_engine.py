@@ -198,8 +198,7 @@ class Ticket(ABC):
 
     def fence(self) -> float:
         """Wait until the calling thread, or its current stream, may overwrite the sources. Returns seconds the calling
-        thread was blocked. On CUDA the wait happens on the device and this is near zero. Raises `CheckpointError` if
-        the copy failed; the destinations hold garbage.
+        thread was blocked. On CUDA the wait happens on the device and this is near zero. Raises like `wait`.
         """
         start = None if self.done else time.perf_counter()
         self.wait()
@@ -226,8 +225,7 @@ class CopyEngine(Protocol):
         """Undo `register`. With CUDA the call waits for copies, because fenced copies may still be running."""
 
     def prepare(self, copies: Sequence[Copy]) -> CopyList:
-        """Check and arrange a list that will be submitted many times. Call `register` before. Raises `ValueError` if a
-        pair differs in size, or its types have no exact or rounding conversion.
+        """Check and arrange a list that will be submitted many times. Call `register` before. Raises like `CopyList`.
         """
 
     def submit(self, copies: Sequence[Copy] | CopyList) -> Ticket:

@@ -119,8 +119,7 @@ def first_states(optimizer: Optimizer) -> dict[Kind, tuple[nn.Parameter, dict[st
 
 def attributes_of(optimizer: Optimizer) -> tuple[str, ...]:
     """Return the attributes that another optimizer needs beside the state to take the same steps, as after a restart.
-    Raises what the class raises because of copied parameters and gradients; `UnsupportedOptimizer` if that optimizer
-    takes other steps, whatever is given to it.
+    Raises like `first_states`, and `UnsupportedOptimizer` if that optimizer takes other steps, whatever is given to it.
     """
     return _with_gradients(optimizer, _attributes_of)
 
@@ -186,9 +185,7 @@ def _is_plain(value: object) -> bool:
 
 
 def coupling_of(optimizer: Optimizer) -> Reach:
-    """Return the widest coupling shown by copies of all kinds of parameters. Raises what the class raises because of
-    copied parameters and gradients.
-    """
+    """Return the widest coupling shown by copies of all kinds of parameters. Raises like `first_states`."""
     found = Reach("element")
     with _no_trace(optimizer):
         for shape, steps, later in ((_shape_tiny, _LONG, _HIDDEN), (shape_tried, _SHORT, 1)):

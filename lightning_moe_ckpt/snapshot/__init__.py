@@ -1,7 +1,4 @@
-"""Lay out a plan's records in memory, and fill that memory from live state.
-
-Internal: may change in any version.
-"""
+"""Lay out a plan's records in memory, and fill that memory from live state. Internal: may change in any version."""
 
 from lightning_moe_ckpt.policies import Shard as Shard
 from lightning_moe_ckpt.snapshot._averages import Averages as Averages

@@ -363,8 +363,7 @@ class SegmentWriter:
 
     def write_local(self, local: LocalState) -> tuple[int, int]:
         """Put the journal into its record; waits until its values have arrived on the host. Returns bytes of the
-        journal, and bytes of its record. Raises `JournalOverflow` if the record is too small; `CodecError` if a value
-        in the journal cannot be stored exactly.
+        journal, and bytes of its record. Raises like `encode_journal`.
         """
         record = as_memoryview(self._local(JOURNAL))
         values = None if local.values is None else local.values.by_identity()
@@ -441,9 +440,8 @@ class BoundaryCapture:
         self._local.values.wait()
 
     def add(self, more: Journal) -> None:
-        """Add entries to the journal's start half, with values on the host; call after `take_rest`. Raises
-        `JournalOverflow` if the journal's record has no room, `CodecError` if a value cannot be stored exactly; the
-        journal stays as it was.
+        """Add entries to the journal's start half, with values on the host; call after `take_rest`. Raises like
+        `encode_journal`; the journal then stays as it was.
         """
         assert self._local is not None
         journal = {**self._local.journal, "start": {**self._local.journal["start"], **more}}
@@ -452,9 +450,8 @@ class BoundaryCapture:
         self._local = local
 
     def sealed(self, generation: GenerationId) -> SealedSegment:
-        """Write the journal and return the segment, once its values have arrived; call after `take_rest`. Raises
-        `JournalOverflow` if the journal's record is too small; `CodecError` if a value in the journal cannot be stored
-        exactly.
+        """Write the journal and return the segment, once its values have arrived; call after `take_rest`. Raises like
+        `encode_journal`.
         """
         assert self._local is not None
         self.journal_nbytes, self.journal_capacity = self._writer.write_local(self._local)

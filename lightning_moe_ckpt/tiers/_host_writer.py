@@ -47,8 +47,8 @@ def claim_memory(
     claim: MemoryClaim, rank: int, resumed: GenerationId | None, *, dense_nbytes: int, older: bool = False
 ) -> RankMemory:
     """Claim and return this rank's shared memory, with the earlier incarnations' copy of `resumed`, `None` for a fresh
-    start. With `older` generations before are kept too, since `resumed` lacks some of the state. Raises
-    `ConfigurationError` if there is no room for a ring; the message says how many bytes are missing.
+    start. With `older` generations before are kept too, since `resumed` lacks some of the state. Raises like
+    `expect_room`.
     """
     log_unused_memory(claim, rank, resumed)
     memory = RankMemory(claim.tag, rank, url=claim.url)
@@ -127,9 +127,7 @@ class Rings:
         self._registered: ref[Tensor] | None = None  # weak: the memory must go with the ring
 
     def make(self, room: RingRoom) -> SegmentRing:
-        """Return a ring with this room. Raises `ConfigurationError` if the node has not enough; the message says how
-        many bytes are missing.
-        """
+        """Return a ring with this room. Raises like `expect_room`."""
         self._unregister()
         pages, block = room.block * room.blocks, room.block
         return self._register(

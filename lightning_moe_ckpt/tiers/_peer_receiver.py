@@ -85,7 +85,7 @@ class ReplicaStore:
 
     def allocate(self, sizes: Sequence[int], *, keep: int | None = None, links: Sequence[SlotClass] = ()) -> int:
         """Reserve memory for differences and for generations with segments of up to these bytes; return the bytes
-        reserved. Raises `ConfigurationError` if not enough room; the message says how many bytes are missing.
+        reserved. Raises like `expect_room`.
         """
         self._keep, self._links = keep or self._keep, links
         return self._make(sizes).memory.numel()

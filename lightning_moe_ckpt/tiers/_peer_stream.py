@@ -227,16 +227,15 @@ class ReplicaStream:
 
     def fill(self, step: int, run: Run) -> str | None:
         """Ask every holder to fill a run of boundary `step`'s segment from the holder's own captures. Returns a
-        refusal's reason, after which the run must be sent; `None` if all have filled it. Raises `NotReplicated` if no
-        holder is left.
+        refusal's reason, after which the run must be sent; `None` if all have filled it. Raises like `send`.
         """
         self._tell(Message(MessageKind.MIRROR, (step, *run)))
         return self._refusal()
 
     def offer(self, step: int, delta: EncodedDelta, *, mirrored: Run | None = None) -> str | None:
         """Ask whether every holder can rebuild the segment of boundary `step` from the generation `base`. Returns a
-        refusal's reason, after which the segment must be sent whole; `None` if the payload may be sent. Raises
-        `NotReplicated` if no holder is left.
+        refusal's reason, after which the segment must be sent whole; `None` if the payload may be sent. Raises like
+        `send`.
         """
         numbers = (step, len(delta.recipe), *(mirrored or (0, 0)))
         self._tell(Message(MessageKind.DELTA, numbers), as_payload(delta.recipe))
@@ -394,7 +393,7 @@ class Replication:
     ) -> None:
         """Reserve memory for every replica that this rank will keep, of segments in bytes, by rank, with further slots
         for differences, if any. `keep` is the number of generations that holders keep, the same on all ranks; `None`
-        leaves it. Raises `ConfigurationError` if there is not enough room; the message says how many bytes are missing.
+        leaves it. Raises like `expect_room`.
         """
         nbytes = sum(
             store.allocate(sizes[owner], keep=keep, links=links[owner : owner + 1])

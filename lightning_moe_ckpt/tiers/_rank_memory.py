@@ -162,9 +162,8 @@ class RankMemory:
         room beside them, earlier incarnations' rings are given up.
 
         The ring has `num_slots` for segments, `block` of them for a generation, of which `keep` complete ones are kept;
-        for `experts` see `SegmentRing.experts`. Raises `ConfigurationError` if there is no room even so; the message
-        says how many bytes are missing. `ring` is the previous one again; its memory may have been given up, see
-        `renew`.
+        for `experts` see `SegmentRing.experts`. Raises like `expect_room`; `ring` is then the previous one again, whose
+        memory may have been given up, see `renew`.
         """
         claimed = next((ring for ring in self._kept if _suits(ring, slot_nbytes, num_slots, small)), None)
         before, self.ring = self.ring, None

@@ -79,12 +79,11 @@ class SegmentRing(ExpertCopies):
         small: Sequence[SlotClass] = (),
         origin: str = "",
     ) -> SegmentRing:
-        """Reserve and map memory; replaces an earlier process's ring under `name`, see `shared_name`.
+        """Reserve and map memory; replaces an earlier process's ring under `name`, see `shared_name`. Raises like
+        `expect_room`, and `ValueError` if a size is not positive.
 
         Slots for segments have bytes rounded up to whole pages; further, small ones have whole pages. The directory is
-        by default as in `shared_directory`; `origin` is the digest of the run's URL. Raises `ConfigurationError` if
-        there is not enough room; the message says how many bytes are missing. Raises `ValueError` if a size is not
-        positive.
+        by default as in `shared_directory`; `origin` is the digest of the run's URL.
         """
         if slot_nbytes <= 0 or num_slots <= 0:
             raise ValueError(

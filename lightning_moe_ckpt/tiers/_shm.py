@@ -102,9 +102,8 @@ class SharedFile:
     @classmethod
     def create(cls, path: Path, nbytes: int) -> Self:
         """Make a private file of reserved, zeroed memory; replaces our file of the same name. A process that still maps
-        the old file keeps its pages to itself until the process ends. Raises `ConfigurationError` if there is not
-        enough room (the message says how many bytes are missing); `FileExistsError` if a file under the name may not be
-        replaced by us.
+        the old file keeps its pages to itself until the process ends. Raises like `expect_room`, and `FileExistsError`
+        if a file under the name may not be replaced by us.
         """
         unlink_shared_file(path)
         expect_room(path.parent, nbytes)

@@ -1,7 +1,7 @@
 """Reach Lightning's and torch's private parts for a strategy: the only way from `MoEStrategy` to them.
 
 Each function names the private attribute in use. Taps are instance attributes, so that any precision plugin keeps its
-class, and are removed at teardown.
+class, and are removed at teardown, by the function that each `tap_` returns.
 """
 
 from __future__ import annotations
@@ -81,16 +81,14 @@ def keep_threads(launcher: object) -> None:
 def tap_clipping(
     precision: Precision, clip: Callable[[Optimizer, int | float], None], by: Literal["norm", "value"] = "norm"
 ) -> Callable[[], None]:
-    """Route clipping by norm or value through `clip`. Every plugin ends in `clip_grad_by_norm` or `clip_grad_by_value`. Return a function
-    to remove the tap.
+    """Route clipping by norm or value through `clip`: every plugin ends in `clip_grad_by_norm` or `clip_grad_by_value`.
     """
     return tap(precision, f"clip_grad_by_{by}", clip)
 
 
 def tap_zero_grad(trainer: Trainer, hold: Callable[[Callable[[], None] | None], None]) -> Callable[[], None]:
     """Give `hold` the function that zeroes gradients before a batch's backward, and let Lightning call nothing there.
-
-    Uses `_AutomaticOptimization._make_zero_grad_fn`. Return a function to remove the tap.
+    Uses `_AutomaticOptimization._make_zero_grad_fn`.
     """
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
     original = loop._make_zero_grad_fn
@@ -98,8 +96,8 @@ def tap_zero_grad(trainer: Trainer, hold: Callable[[Callable[[], None] | None], 
 
 
 def tap_finetuning(callback: BaseFinetuning, stepped: Callable[[Any], Any]) -> Callable[[], None]:
-    """Let a finetuning callback find, and name, what an optimizer has of each parameter. Uses `_apply_mapping_to_param_groups`. Return a
-    function to remove the tap.
+    """Let a finetuning callback find, and name, what an optimizer has of each parameter. Uses
+    `_apply_mapping_to_param_groups`.
     """
     original = callback._apply_mapping_to_param_groups
 
@@ -119,9 +117,7 @@ def tap_toggling(module: LightningModule, follow: Callable[[Callable[[], None]],
 
 
 def tap_after_closure(precision: Precision, then: Callable[[], object]) -> Callable[[], None]:
-    """Call `then` when gradients are clipped, right before the optimizer steps. Uses `_after_closure`. Return a function that removes the
-    tap.
-    """
+    """Call `then` when gradients are clipped, right before the optimizer steps. Uses `_after_closure`."""
     original = precision._after_closure
 
     def after_closure(*args: Any) -> None:
@@ -132,9 +128,8 @@ def tap_after_closure(precision: Precision, then: Callable[[], object]) -> Calla
 
 
 def tap_found_inf(precision: Precision, combine: Callable[[Tensor], None], device: torch.device) -> Callable[[], None]:
-    """Call `combine` on every scaler verdict before it is read; do nothing if the plugin has no scaler.
-
-    Uses `GradScaler._unscale_grads_`, shared by `unscale_` and the check for fused optimizers. Return a function to remove the tap.
+    """Call `combine` on every scaler verdict before it is read; do nothing if the plugin has no scaler. Uses
+    `GradScaler._unscale_grads_`, shared by `unscale_` and the check for fused optimizers.
     """
     scaler = getattr(precision, "scaler", None)
     if scaler is None:

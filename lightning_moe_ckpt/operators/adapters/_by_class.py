@@ -16,7 +16,7 @@ Example:
     register_adapter(MyMoE, describe)
 
 Each function for a library describes a block in which every rank has all experts. Expert parallelism of a library's own
-engine is refused: it reduces the experts' gradients over groups that nothing here knows.
+engine is refused, by `UnknownLayout`: it reduces the experts' gradients over groups that nothing here knows.
 
 Sources: DeepSpeed 0.19.8 (`moe/layer.py`, `moe/experts.py`, `moe/sharded_moe.py`), FastMoE (commit ee3c561,
 `fmoe/layers.py`, `fmoe/transformer.py`, `fmoe/gates/`), MegaBlocks (commit 78eea65, `layers/moe.py`, `layers/mlp.py`,
@@ -53,9 +53,8 @@ from lightning_moe_ckpt.operators.adapters._tutel import describe_tutel
 def describe_deepspeed(fqn: str, block: nn.Module, index: ParameterIndex) -> MoELayerSpec:
     """Describe DeepSpeed's `MoE`: a list of experts behind a gate that pads or drops to one capacity.
 
-    The module that `use_residual` adds beside the list is dense. With `ep_size=1` the marks for DeepSpeed's engine (`allreduce=False`,
-    `group_name`) mean nothing to `MoEStrategy`, which averages all parameters alike. Raises `UnknownLayout` if the experts are spread over
-    ranks.
+    The module that `use_residual` adds beside the list is dense. With `ep_size=1` the marks for DeepSpeed's engine
+    (`allreduce=False`, `group_name`) mean nothing to `MoEStrategy`, which averages all parameters alike.
     """
     layer: Any = block
     if layer.ep_size > 1:
@@ -88,9 +87,8 @@ def _read_gate(out: tuple[Any, ...]) -> Demand:
 
 
 def describe_fastmoe(fqn: str, block: nn.Module, index: ParameterIndex) -> MoELayerSpec:
-    """Describe FastMoE's `FMoE` and `FMoETransformerMLP`: a list of experts, or one module with all of them stacked.
-
-    A list may hold modules that are written for stacks, with one expert each. Raises `UnknownLayout` if the experts are spread over ranks.
+    """Describe FastMoE's `FMoE` and `FMoETransformerMLP`: a list of experts, or one module with all of them stacked. A
+    list may hold modules that are written for stacks, with one expert each.
     """
     layer: Any = block
     num_experts, experts, gate = int(layer.num_expert), join(fqn, "experts"), join(fqn, "gate")
@@ -119,10 +117,8 @@ _MEGABLOCKS_MATRICES = ("w1", "w2", "v1")
 
 
 def describe_megablocks(fqn: str, block: nn.Module, index: ParameterIndex) -> MoELayerSpec:
-    """Describe MegaBlocks' `MoE`, which drops over its capacity, or `dMoE`, which drops nothing.
-
-    The matrices have an expert dimension, or the rows of one expert after another's. Raises `UnknownLayout` if the experts are spread over
-    ranks, or are matrices of other names.
+    """Describe MegaBlocks' `MoE`, which drops over its capacity, or `dMoE`, which drops nothing. The matrices have an
+    expert dimension, or the rows of one expert after another's. Raises `UnknownLayout` too for matrices of other names.
     """
     layer: Any = block
     args, experts, router = layer.experts.args, join(fqn, "experts"), join(fqn, "router")
@@ -152,8 +148,8 @@ def describe_megablocks(fqn: str, block: nn.Module, index: ParameterIndex) -> Mo
 
 
 def describe_megatron(fqn: str, block: nn.Module, index: ParameterIndex) -> MoELayerSpec:
-    """Describe Megatron-core's `MoELayer` with each way in which it has kept experts; shared experts are dense. Raises `UnknownLayout` if
-    the experts are spread over ranks, or stored in none of the known ways.
+    """Describe Megatron-core's `MoELayer` with each way in which it has kept experts; shared experts are dense. Raises
+    `UnknownLayout` too for experts stored in none of the known ways.
     """
     layer: Any = block
     num_experts, router = int(layer.config.num_moe_experts), join(fqn, "router")
