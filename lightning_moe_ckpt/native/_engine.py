@@ -225,8 +225,7 @@ class CopyEngine(Protocol):
         """Undo `register`. With CUDA the call waits for copies, because fenced copies may still be running."""
 
     def prepare(self, copies: Sequence[Copy]) -> CopyList:
-        """Check and arrange a list that will be submitted many times. Call `register` before. Raises like `CopyList`.
-        """
+        """Check and arrange a list that will be submitted many times. Call `register` before. Raises like `CopyList`."""
 
     def submit(self, copies: Sequence[Copy] | CopyList) -> Ticket:
         """Start copying every (source, destination) pair and return at once."""

@@ -81,8 +81,7 @@ def keep_threads(launcher: object) -> None:
 def tap_clipping(
     precision: Precision, clip: Callable[[Optimizer, int | float], None], by: Literal["norm", "value"] = "norm"
 ) -> Callable[[], None]:
-    """Route clipping by norm or value through `clip`: every plugin ends in `clip_grad_by_norm` or `clip_grad_by_value`.
-    """
+    """Route clipping by norm or value through `clip`: every plugin ends in `clip_grad_by_norm` or `clip_grad_by_value`."""
     return tap(precision, f"clip_grad_by_{by}", clip)
 
 
