@@ -83,9 +83,9 @@ class Origin(NamedTuple):
     @classmethod
     def here(cls, noticed: float) -> Origin:
         """Return what is known of this process."""
-        own, again = _started(os.getpid()), RunAccount.ended is not None
+        own, ended = _started(os.getpid()), RunAccount.ended.get(os.getpid())
         launched = _started(os.getppid()) if "TORCHELASTIC_RUN_ID" in os.environ else own
-        return cls(max(own, RunAccount.ended or 0.0), min(launched, own), noticed, again)
+        return cls(max(own, ended or 0.0), min(launched, own), noticed, ended is not None)
 
 
 def _started(pid: int) -> float:
@@ -131,8 +131,8 @@ class RunAccount:
         began: `time.monotonic()` at the begin of restoring.
     """
 
-    ended: ClassVar[float | None] = None
-    """End of the newest account that this process has kept."""
+    ended: ClassVar[dict[int, float]] = {}
+    """End of the newest account that a process has kept, by its id: a fork has kept none."""
 
     def __init__(self, clock: HookClock, known: Sequence[Balance], ranks: Sequence[Origin], began: float) -> None:
         self._clock = clock
@@ -194,7 +194,7 @@ class RunAccount:
     def close(self) -> None:
         """Let go of the place in which the account is."""
         self.move(bytearray(ACCOUNT_NBYTES))
-        RunAccount.ended = time.time()
+        RunAccount.ended = {os.getpid(): time.time()}
 
     def balance(self) -> Balance:
         """Return the state now."""

@@ -122,17 +122,12 @@ class Report:
         return self.overhead_seconds / max(1, self.steps)
 
     @property
-    def overhead_share(self) -> float:
-        """Part of the wall time that the training thread spent in our hooks."""
-        return self.overhead_seconds / self.seconds if self.seconds else 0.0
-
-    @property
     def costs(self) -> str:
         """Costs of checkpoints to training, in words."""
         device = f"; the device stood still for {self.device_stall_seconds_per_step * 1e3:.2f} ms"
         return (
             f"checkpoints took {self.overhead_seconds_per_step * 1e3:.2f} ms of the training thread per step "
-            f"({self.overhead_share * 1e2:.1f} % of the time), of which it waited "
+            f"({self.overhead.hooks * 1e2:.1f} % of the time), of which it waited "
             f"{self.stall_seconds_per_step * 1e3:.2f} ms{device if self.device_stall_seconds else ''}"
         )
 
@@ -161,8 +156,9 @@ class Report:
                 [f"{self.generations_complete} whole, {self.generations_committed} stored", *lost]
             ),
             "shared memory": ", ".join(f"{k} {size_text(n)}" for k, n in self.reserved_nbytes.items()) or "none",
-            "cost": f"{self.overhead_seconds_per_step * 1e3:.2f} ms per step, {self.overhead_share:.1%} of the time, of which "
+            "cost": f"{self.overhead_seconds_per_step * 1e3:.2f} ms per step, {self.overhead.hooks:.1%} of the time, of which "
             f"it waited {self.stall_seconds_per_step * 1e3:.2f} ms",
+            "goodput": f"{self.goodput.share:.1%} of {time_text(self.goodput.wall)}, over all starts",
         }
         if self.bubbles is not None:
             lines["bubbles"] = f"{self.bubbles.seconds * 1e3:.1f} ms per step; {self.bubbles.verdict}"

@@ -16,6 +16,7 @@ from xxhash import xxh3_128_hexdigest
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange, Neighbours
 from lightning_moe_ckpt.errors import CodecError
+from lightning_moe_ckpt.goodput import Goodput
 from lightning_moe_ckpt.journal import UNFIT, Journal, encode
 from lightning_moe_ckpt.native import Bubbles
 from lightning_moe_ckpt.planning import Planner
@@ -400,6 +401,11 @@ class CheckpointSession:
             "goodput": run.account.document(),
             "measured": measured_figures(run),
         }
+
+    @property
+    def goodput(self) -> Goodput | None:
+        """Parts of the run's wall time so far; `None` before the run is open."""
+        return self._run.account.balance().goodput if self.is_open else None
 
     def neighbours(self) -> Neighbours:
         """Return the processes of all ranks. Collective."""
