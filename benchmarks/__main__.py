@@ -142,7 +142,7 @@ _BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what other
     "simulator-published": (
         "The simulator beside MoEvement's Table 3 and Fig. 11, with all that the paper does not state.",
         [
-            number("--published-seeds", 40, "Runs of each cell."),
+            number("--published-failures", 720, "Failures of each cell, in runs of 12 hours."),
             option("--page", "Put the table into docs/papers.md.", "PATH", type=Path),
         ],
     ),
