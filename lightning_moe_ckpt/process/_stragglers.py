@@ -38,11 +38,11 @@ _cuda: Any = torch.cuda
 
 _WARM_UP_STEPS = 5
 """First steps of an incarnation, which are slower than later steps."""
-_LOOK_STEPS, _LOOK_SECONDS = 32, 10.0
+_LOOK_STEPS, _LOOK_SECONDS = 64, 10.0
 """Least steps, and least seconds, in a look."""
 _LOOKS = 3
 """Looks in a row that make a rank slow, and that end it."""
-_FACTOR, _FACTOR_BACK = 1.3, 1.15
+_FACTOR, _FACTOR_BACK = 1.3, 1.2
 """Multiples of the median from which a rank is slow, and below which it is no longer."""
 _LEAST_SECONDS = 5e-4
 """Least seconds per step beyond the median that are worth a word."""
