@@ -16,13 +16,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, Protocol, TypeVar
+from typing import Any, Concatenate, Protocol, TypeVar
 
 import torch
 from typing_extensions import ParamSpec
 
-if TYPE_CHECKING:
-    from lightning_moe_ckpt.process._stragglers import OwnWork
+from lightning_moe_ckpt.process._stragglers import OwnWork
 
 _cuda: Any = torch.cuda
 """Events are partly untyped in torch."""
@@ -114,9 +113,8 @@ class HookClock:
         """Seconds up to now, including a hook under way."""
         return self.ended + (0.0 if self.start is None else time.perf_counter() - self.start)
 
-    @property
     def outside(self) -> float:
-        """Seconds outside of our hooks, from some moment on."""
+        """Return a reading of a clock that stands still inside our hooks, in seconds."""
         return (time.perf_counter() if self.start is None else self.start) - self.ended
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -29,7 +29,6 @@ import torch
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt._units import time_text
-from lightning_moe_ckpt.process._stall import HookClock
 
 log = rank_logger(__name__)
 
@@ -54,14 +53,14 @@ class OwnWork:
     """Measures for how long this rank works in each step until it waits for others.
 
     Args:
-        clock: clock of the hooks, which do not count.
+        outside: returns seconds that run on outside of hooks only, see `HookClock.outside`.
         device: device of training.
     """
 
     _under_way: ClassVar[OwnWork | None] = None
 
-    def __init__(self, clock: HookClock, device: torch.device) -> None:
-        self._clock, self._device = clock, device if device.type == "cuda" else None
+    def __init__(self, outside: Callable[[], float], device: torch.device) -> None:
+        self._outside, self._device = outside, device if device.type == "cuda" else None
         self._began: Any = None
         self._spans: list[tuple[Any, Any]] = []
         """Begins and ends of the step under way."""
@@ -109,7 +108,7 @@ class OwnWork:
 
     def _mark(self) -> Any:
         if self._device is None:
-            return self._clock.outside
+            return self._outside()
         event = _cuda.Event(enable_timing=True)
         event.record(_cuda.current_stream(self._device))
         return event

@@ -84,7 +84,7 @@ class Report:
     bubbles: BubbleFigures | None = None
     """Copies in a pipeline's bubbles; `None` without pipeline stages, and where torch copies."""
     stragglers: StragglerFigures | None = None
-    """What each rank does alone, and the ranks that are slow at it; `None` where no two ranks have equal work."""
+    """Each rank's own work in a step, and the ranks that are slow at it; `None` where no two ranks have equal work."""
     upstream_log_nbytes: int = 0
     """Bytes of host memory from which neighbours in the pipeline would repeat steps; 0 if all stages go back."""
     lost: LossFigures | None = None

@@ -90,7 +90,7 @@ class CheckpointSession:
             run = self._run
             self.is_open, self._planner, found = True, run.planner, run.found
             if job.groups.stage_size > 1 and not job.view.boxes:  # forward of parameters in shards waits for others
-                self.clock.own = OwnWork(self.clock, job.device)
+                self.clock.own = OwnWork(self.clock.outside, job.device)
                 run.tiers.stragglers = Stragglers(self.clock.own, job.groups.stage_size)
             if job.exchange.is_coordinator:
                 run.opener.store.tell(self._figures)

@@ -31,7 +31,7 @@ def follow(
     now: list[float], steps: Sequence[Sequence[float]], *, every: int = 2, stage_size: int = 4
 ) -> list[dict[int, float]]:
     """Return the slow ranks after each exchange; ranks vote after every so many steps, each of which takes 0.2 s."""
-    ranks = [Stragglers(OwnWork(HookClock(), CPU), stage_size) for _ in steps[0]]
+    ranks = [Stragglers(OwnWork(HookClock().outside, CPU), stage_size) for _ in steps[0]]
     found = list[dict[int, float]]()
     for rank in ranks:
         rank.hosts = tuple(f"node{each}" for each in range(len(ranks)))
@@ -114,7 +114,7 @@ def test_hooks_do_not_count(now: list[float]) -> None:
     class Hooks:
         def __init__(self) -> None:
             self.clock = HookClock()
-            self.work = self.clock.own = OwnWork(self.clock, CPU)
+            self.work = self.clock.own = OwnWork(self.clock.outside, CPU)
 
         @clocked
         def run(self, then: Callable[[], None]) -> None:
@@ -156,7 +156,7 @@ def test_a_device_is_asked_when_it_has_come_there(monkeypatch: pytest.MonkeyPatc
 
     device: Any = SimpleNamespace(type="cuda")
     monkeypatch.setattr(_stragglers, "_cuda", SimpleNamespace(Event=Event, current_stream=lambda _: "training"))
-    work = OwnWork(HookClock(), device)
+    work = OwnWork(HookClock().outside, device)
     work._left_out = 0
     for _ in range(2):
         work.begin()
@@ -175,7 +175,7 @@ def test_a_device_is_asked_when_it_has_come_there(monkeypatch: pytest.MonkeyPatc
 
 def test_a_replay_does_not_count(now: list[float]) -> None:
     """Nor do the first steps: what is frozen takes no time, and what is new takes more."""
-    work = OwnWork(HookClock(), CPU)
+    work = OwnWork(HookClock().outside, CPU)
     for counts in [True] * 5 + [False, True, False]:
         work.begin()
         now[0] += 1.0
