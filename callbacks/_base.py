@@ -238,7 +238,11 @@ class CheckpointCallback(SharedArguments, Checkpoint):
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
-        if self._run is not None and self._run.trained.may_begin:
+        if self._run is None:
+            return
+        if (own := self._run.clock.own) is not None:
+            own.end()
+        if self._run.trained.may_begin:
             self._run.before_backward()
 
     @override

@@ -22,7 +22,7 @@ from lightning_moe_ckpt.fit._callbacks import ProgressNote
 from lightning_moe_ckpt.fit.loops._trainer import expert_parallel_size, log_row
 from lightning_moe_ckpt.metrics import TIERS
 from lightning_moe_ckpt.planning import LossFigures
-from lightning_moe_ckpt.process import Overhead
+from lightning_moe_ckpt.process import Overhead, StragglerFigures
 from lightning_moe_ckpt.session import Report
 
 REPLAYING = "moe/replaying"
@@ -61,6 +61,8 @@ class ExpertLoadMonitor(Callback):
       `moe/generations_committed`: numbers of generations; `moe/generations_skipped/<tier>`: generations that a busy tier
       did not get; `moe/generations_failed/<tier>`: generations that some rank failed to keep there. If this grows with
       every generation, the tier is lost, as other nodes are to a rank whose connection to them broke;
+    * `moe/straggler/factor`: what the slowest rank takes for its own work in a step, without waiting for others, as a multiple of
+      its peers' median; `moe/straggler/<rank>`: the same of each rank that is slow, once it is for long enough;
     * `moe/windows_skipped`: windows that were not begun; `moe/windows_missed`: newest windows in a row that gave no
       generation, for any reason;
     * `moe/replaying`: 1 in the row of a step that a resumed run repeats, else 0. Every repeated step has a row (unless
@@ -227,6 +229,7 @@ class CheckpointFigures:
             **{f"moe/generations_skipped/{tier}": number for tier, number in now.generations_skipped.items()},
             **{f"moe/generations_failed/{tier}": number for tier, number in now.generations_failed.items()},
             **_overhead(now.overhead),
+            **_stragglers(now.stragglers),
             **_lost(now.lost),
         }
 
@@ -264,6 +267,13 @@ def _overhead(found: Overhead) -> dict[str, float]:
         "moe/gap_steps": found.gap_steps,
         **{f"moe/rest_seconds/{tier}": seconds for tier, seconds in found.rest_seconds.items()},
     }
+
+
+def _stragglers(found: StragglerFigures | None) -> dict[str, float]:
+    """Return the slowest rank's factor, and the factor of each rank that is slow; nothing before the first look."""
+    if found is None or not found.factors:
+        return {}
+    return {"moe/straggler/factor": max(found.factors), **{f"moe/straggler/{k}": f for k, f in found.slow.items()}}
 
 
 def _lost(lost: LossFigures | None) -> dict[str, float]:

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import metadata
@@ -361,19 +362,19 @@ class Neighbours:
     """All ranks' processes, as of now. Collective over `exchange`."""
 
     def __init__(self, exchange: Exchange) -> None:
-        own: list[str] = []
+        own = [socket.gethostname()]
         if exchange.world_size > 1 and _PROC.is_dir():
-            try:
+            with suppress(OSError):  # a hardened /proc: this rank is one of which nothing is known
                 mine = _Process.own()
-                own = [mine.node, str(mine.pid), mine.started]
-            except OSError:  # a hardened /proc: this rank is one of which nothing is known
-                own = []
-        self._rank, self._own_node = exchange.rank, own[0] if own else ""
-        said = exchange.gather_values(own)
+                own += [mine.node, str(mine.pid), mine.started]
+        self._rank, self._own_node = exchange.rank, own[1] if own[1:] else ""
+        said = cast("list[list[str]]", exchange.gather_values(own))
+        self.hosts = tuple(each[0] for each in said)
+        """Host name of each rank."""
         self._processes = {
-            rank: _Process(each[0], int(each[1]), each[2])
+            rank: _Process(each[1], int(each[2]), each[3])
             for rank, each in enumerate(said)
-            if isinstance(each, list) and len(each) == 3 and each[0] == self._own_node
+            if each[1:] and each[1] == self._own_node
         }
 
     def gone(self, timeout: float) -> list[int]:

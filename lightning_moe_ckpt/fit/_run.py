@@ -252,6 +252,8 @@ class FitSession:
             self._release_files()
         if self._stops.agreed():
             self._stop()
+        if (own := self.clock.own) is not None:
+            own.begin()
 
     @clocked
     def after_fetch(self) -> None:

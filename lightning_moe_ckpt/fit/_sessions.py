@@ -84,7 +84,7 @@ class Sessions:
         """Note the processes of all ranks, and measure the phases of a pipeline; call once the run is open. Collective."""
         self._neighbours = self.now.neighbours()
         if hasattr(self._trainer.strategy, "on_phase"):
-            self._trainer.strategy.on_phase = self.now.bubbles.enter
+            self._trainer.strategy.on_phase = self.now.enter
 
     def among(self) -> Exchange:
         """Return the exchange of the ranks that go on together: this stage's if it is `ALONE`, or all."""

@@ -311,6 +311,8 @@ def figures(found: RunProgress) -> dict[str, str]:
         said["skipped"] = "generations: " + ", ".join(
             f"{number} by {tier}" for tier, number in skipped.items() if number
         )
+    if found.incarnations and (slow := found.incarnations[-1].figures.get("slow_ranks")):
+        said["slow"] = f"{slow}: the others wait for it"
     stored = sum(generation.nbytes for generation in found.generations)
     number = len(found.generations)
     said["stored"] = f"{number} generation{'s' * (number != 1)}, {size_text(stored)}"

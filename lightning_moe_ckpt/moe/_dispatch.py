@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.parallel import ExpertParallelModule, current_groups
+from lightning_moe_ckpt.process import OwnWork
 
 # Shape suffixes: T tokens on this rank, K top-k, E all experts, e experts on this rank, R expert-parallel ranks,
 # N slots kept on this rank, M rows that arrive on this rank, D model dim.
@@ -121,6 +122,7 @@ def exchange_counts(kept_E: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Return the number of rows for each expert of this rank, by source rank. Shape `[R, e]`, int64. Collective over `group`."""
     if group is None:
         return kept_E.view(1, -1)
+    OwnWork.ends()
     arriving = torch.empty_like(kept_E)
     dist.all_to_all_single(arriving, kept_E, group=group)
     return arriving.view(group.size(), -1)
@@ -167,6 +169,7 @@ class _AllToAll(torch.autograd.Function):
 def _exchange(rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup | None) -> Tensor:
     if group is None:
         return rows.view_as(rows)
+    OwnWork.ends()
     out = rows.new_empty(sum(receive), *rows.shape[1:])
     dist.all_to_all_single(out, rows.contiguous(), receive, send, group=group)
     return out

@@ -17,6 +17,9 @@ from lightning_moe_ckpt.process._stall import StallMeter as StallMeter
 from lightning_moe_ckpt.process._stall import clocked as clocked
 from lightning_moe_ckpt.process._stop_signal import EXIT_STATUS as EXIT_STATUS
 from lightning_moe_ckpt.process._stop_signal import StopSignal as StopSignal
+from lightning_moe_ckpt.process._stragglers import OwnWork as OwnWork
+from lightning_moe_ckpt.process._stragglers import StragglerFigures as StragglerFigures
+from lightning_moe_ckpt.process._stragglers import Stragglers as Stragglers
 from lightning_moe_ckpt.process._threads import CallThread as CallThread
 from lightning_moe_ckpt.process._threads import compute_alone as compute_alone
 from lightning_moe_ckpt.process._threads import guard_forks as guard_forks

@@ -21,6 +21,8 @@ from typing import Any, Concatenate, Protocol, TypeVar
 import torch
 from typing_extensions import ParamSpec
 
+from lightning_moe_ckpt.process._stragglers import OwnWork
+
 _cuda: Any = torch.cuda
 """Events are partly untyped in torch."""
 
@@ -103,11 +105,17 @@ class HookClock:
         """Begin of the hook under way."""
         self.validated = 0.0
         """Seconds of validation, which count for no step of training."""
+        self.own: OwnWork | None = None
+        """Measures this rank's own work; `None` if no other rank has equal work."""
 
     @property
     def seconds(self) -> float:
         """Seconds up to now, including a hook under way."""
         return self.ended + (0.0 if self.start is None else time.perf_counter() - self.start)
+
+    def outside(self) -> float:
+        """Return a reading of a clock that stands still inside our hooks, in seconds."""
+        return (time.perf_counter() if self.start is None else self.start) - self.ended
 
 
 class Clocked(Protocol):

@@ -12,7 +12,7 @@ from lightning_moe_ckpt._units import size_text, time_text
 from lightning_moe_ckpt.goodput import Goodput
 from lightning_moe_ckpt.native import BubbleFigures
 from lightning_moe_ckpt.planning import LossFigures
-from lightning_moe_ckpt.process import HookClock, Overhead, rounded
+from lightning_moe_ckpt.process import HookClock, Overhead, StragglerFigures, rounded
 from lightning_moe_ckpt.tiers import DeltaFigures, RedundancyFigures
 
 if TYPE_CHECKING:
@@ -86,6 +86,8 @@ class Report:
     """Bytes sent to other nodes, and bytes not sent since other nodes have them; `None` without copies there."""
     bubbles: BubbleFigures | None = None
     """Copies in a pipeline's bubbles; `None` without pipeline stages, and where torch copies."""
+    stragglers: StragglerFigures | None = None
+    """Each rank's own work in a step, and the ranks that are slow at it; `None` where no two ranks have equal work."""
     upstream_log_nbytes: int = 0
     """Bytes of host memory from which neighbours in the pipeline would repeat steps; 0 if all stages go back."""
     lost: LossFigures | None = None
@@ -162,6 +164,8 @@ class Report:
         }
         if self.bubbles is not None:
             lines["bubbles"] = f"{self.bubbles.seconds * 1e3:.1f} ms per step; {self.bubbles.verdict}"
+        if self.stragglers is not None and self.stragglers.slow:
+            lines["slow"] = str(self.stragglers)
         if self.missing_experts:
             lines["began anew"] = ", ".join(self.missing_experts)
         width = max(map(len, lines)) + 2
@@ -207,6 +211,7 @@ def run_figures(run: OpenRun) -> dict[str, Any]:
         "generations": (found.tiers if found is not None else {}) | tiers.newest(),
         "generations_skipped": tiers.skipped(),
         "generations_failed": tiers.failed(),
+        "stragglers": None if tiers.stragglers is None else tiers.stragglers.figures,
         "redundancy": next((each.redundancy for each in tiers.workers if each.redundancy is not None), None),
         "deltas": next((worker.deltas for worker in tiers.workers if worker.deltas is not None), None),
         "resumed_from": found.generation.step if found is not None else None,

@@ -18,9 +18,9 @@ from lightning_moe_ckpt.coordination import Exchange, Neighbours
 from lightning_moe_ckpt.errors import CodecError
 from lightning_moe_ckpt.goodput import Goodput
 from lightning_moe_ckpt.journal import UNFIT, Journal, encode
-from lightning_moe_ckpt.native import Bubbles
+from lightning_moe_ckpt.native import Bubbles, PipelinePhase
 from lightning_moe_ckpt.planning import Planner
-from lightning_moe_ckpt.process import FrozenHeap, HookClock, collections_paused
+from lightning_moe_ckpt.process import FrozenHeap, HookClock, OwnWork, Stragglers, collections_paused
 from lightning_moe_ckpt.recovery import Repeats, Replay, RestoreSource, load_found
 from lightning_moe_ckpt.session._dense import DenseTurns
 from lightning_moe_ckpt.session._job import SessionJob
@@ -90,6 +90,9 @@ class CheckpointSession:
             self._run, restoring = open_run(job, self._planner, self.clock, load=not stay)
             run = self._run
             self.is_open, self._planner, found = True, run.planner, run.found
+            if job.groups.stage_size > 1 and not job.view.boxes:  # forward of parameters in shards waits for others
+                self.clock.own = OwnWork(self.clock.outside, job.device)
+                run.tiers.stragglers = Stragglers(self.clock.own, job.groups.stage_size)
             if job.exchange.is_coordinator:
                 run.opener.store.tell(self._figures)
             if not job.policy.exact and found is not None and not found.recut:
@@ -209,6 +212,8 @@ class CheckpointSession:
         progress.steps, progress.at, progress.outcome = progress.steps + 1, step, outcome
         self._planner.stepped(step)
         hooks = None if self.replaying else self.clock.seconds
+        if self.clock.own is not None:
+            self.clock.own.stepped(counts=hooks is not None)
         tiers.stepped(max(job.least_steps, self._planner.interval_steps), hooks, self.clock.validated)
         if step >= (account := self._run.account).until:
             account.passed(step)
@@ -396,6 +401,7 @@ class CheckpointSession:
             "nbytes_captured": run.capture.nbytes_captured,
             "goodput": run.account.document(),
             "measured": measured_figures(run),
+            "slow_ranks": "" if run.tiers.stragglers is None else str(run.tiers.stragglers.figures),
         }
 
     def stepped_alone(self, step: int) -> None:
@@ -409,7 +415,16 @@ class CheckpointSession:
 
     def neighbours(self) -> Neighbours:
         """Return the processes of all ranks. Collective."""
-        return Neighbours(self.job.exchange)
+        found = Neighbours(self.job.exchange)
+        if (stragglers := self._run.tiers.stragglers) is not None:
+            stragglers.hosts = found.hosts
+        return found
+
+    def enter(self, phase: PipelinePhase) -> None:
+        """Set the training thread's place in a pipeline's schedule from here on."""
+        self.bubbles.enter(phase)
+        if (own := self.clock.own) is not None:
+            (own.begin if phase is PipelinePhase.OPERATION else own.end)()
 
     @property
     def newest_step(self) -> int | None:

@@ -26,6 +26,7 @@ from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import CheckpointError, Fenced
 from lightning_moe_ckpt.launch import Supervised
 from lightning_moe_ckpt.planning import LedgerKeeper
+from lightning_moe_ckpt.process import Stragglers
 from lightning_moe_ckpt.recovery import RestoreSource
 from lightning_moe_ckpt.session._pacing import Governor, StepKind
 from lightning_moe_ckpt.session._window import TierLane, TiersVote, Window
@@ -73,13 +74,16 @@ class Tiers:
         """Steps between starts of windows without a limit, and whether a warning of a wait was logged."""
         self.everywhere: dict[str, GenerationId] = {}
         """Newest generation complete on all ranks, by tier."""
+        self.stragglers: Stragglers | None = None
+        """Compares ranks' own work with every vote; `None` if no two ranks have equal work."""
 
     # -- the exchange before a window
 
     def vote(self) -> TiersVote:
         """Return this rank's vote on tiers."""
         own = tuple(lane.vote(self.governor.idle_for(lane.worker)) for lane in self._lanes)
-        return TiersVote(own, self.governor.vote(self._period_steps))
+        pacing = self.governor.vote(self._period_steps)
+        return TiersVote(own, pacing, 0 if self.stragglers is None else self.stragglers.vote())
 
     def agreed(self, votes: Sequence[TiersVote], *, filling: GenerationId | None = None) -> set[GenerationId]:
         """Take all ranks' votes: tells tiers which generations are complete everywhere, and which are given up.
@@ -93,6 +97,8 @@ class Tiers:
         """
         freed: set[GenerationId] = set()
         self.governor.agreed([vote.pacing for vote in votes if vote.pacing is not None])
+        if self.stragglers is not None:
+            self.stragglers.agreed([vote.own_work for vote in votes])
         for index, lane in enumerate(self._lanes):
             lanes = [vote.lanes[index] for vote in votes]
             lane.idle = self.governor.may_work(lane.worker.name, min(lanes).idle)

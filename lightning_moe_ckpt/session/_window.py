@@ -84,19 +84,21 @@ class TiersVote(NamedTuple):
     lanes: tuple[LaneVote, ...]
     pacing: PacingVote | None
     """`None` without a target."""
+    own_work: int = 0
+    """See `Stragglers.vote`."""
 
     def row(self) -> list[int]:
         """Return the vote as integers."""
         pacing = () if self.pacing is None else (*self.pacing[:-1], *self.pacing.costs)
-        return [*chain.from_iterable(self.lanes), *pacing]
+        return [self.own_work, *chain.from_iterable(self.lanes), *pacing]
 
     def read(self, row: Sequence[int]) -> TiersVote:
         """Return the vote in another rank's row, which has as many integers as this vote."""
         size = len(LaneVote._fields)
-        end = size * len(self.lanes)
-        lanes = tuple(LaneVote(*row[at : at + size]) for at in range(0, end, size))
+        end = 1 + size * len(self.lanes)
+        lanes = tuple(LaneVote(*row[at : at + size]) for at in range(1, end, size))
         due, known, large, *costs = row[end:] or (0, 0, 0)
-        return TiersVote(lanes, None if self.pacing is None else PacingVote(due, known, large, tuple(costs)))
+        return TiersVote(lanes, None if self.pacing is None else PacingVote(due, known, large, tuple(costs)), row[0])
 
 
 def gather_votes(
