@@ -80,7 +80,7 @@ class CellLines(StepLines):
 
     def __init__(self, lines: JsonLines, seconds: float, checkpoint: CheckpointCallback | None) -> None:
         self.lines, self._seconds, self._checkpoint = lines, seconds, checkpoint
-        self._end = float("inf")
+        self._end, self._first = float("inf"), False
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -88,8 +88,13 @@ class CellLines(StepLines):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
         self._end = time.monotonic() + self._seconds
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
+        if not self._first:
+            self._first = True
+            write_line(self.lines, "begin", step=trainer.global_step)
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from benchmarks.simulator_fit import Cell
 from lightning_moe_ckpt.benchmarks._fits import bench_folders
@@ -46,10 +45,9 @@ class Run:
     again: float = 0.0
     """Steps taken again, and those that a failure cut off."""
 
-    @property
-    def goodput(self) -> Goodput:
-        """Return the parts; what steps took beyond hooks and an ordinary step is `slowed`."""
-        productive = self.steps * self.step_seconds
+    def goodput_of(self, step_seconds: float) -> Goodput:
+        """Return the parts, for a step without checkpoints of so many seconds; what steps took beyond it and hooks is `slowed`."""
+        productive = self.steps * step_seconds
         known = {
             "detection": sum(self.detection),
             "startup": sum(self.startup),
@@ -64,6 +62,7 @@ class Run:
 
 def run_cell(cell: Cell, parent: Path | None, keep: Path) -> Run:
     """Run a cell by `moe-ckpt run`, and keep its lines in `keep`; its checkpoints are removed, but for the log."""
+    shutil.rmtree(keep, ignore_errors=True)  # of a run that was interrupted
     keep.mkdir(parents=True)
     with bench_folders(parent) as (folder, memory):
         command = [sys.executable, "-m", "lightning_moe_ckpt.cli", "run", "--nproc-per-node", "1"]
@@ -156,8 +155,3 @@ def _trimmed(values: Sequence[float]) -> float:
     cut = len(values) // 20
     kept = sorted(values)[cut : len(values) - cut]
     return sum(kept) / len(kept)
-
-
-def as_table(run: Run) -> dict[str, Any]:
-    """Return figures of a run, for people."""
-    return {"steps": run.steps, "executed": run.executed, "step": run.step_seconds, **run.goodput.shares()}
