@@ -7,14 +7,11 @@ the failures that they had, as seconds of training in their own steps. Nothing i
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 from rich.table import Table
 
@@ -36,6 +33,7 @@ SYSTEMS: dict[str, System] = {
 }
 _OWN_MTBF, _OWN_FAULTS = 70, 3
 """Steps between failures of the runs that profiles are made of, and their number."""
+_BANDWIDTH_NBYTES = 2**26
 _GOALS = (
     Goal("worst", "largest difference of a cell", 1.5, "points", at_least=False),
     Goal("mean", "mean difference", 1.0, "points", at_least=False),
@@ -95,7 +93,7 @@ def measure(options: SimpleNamespace, progress: Progress) -> list[CellFigure]:
     for done, (policy, mtbf, which) in enumerate(todo):
         progress(f"{policy}, MTBF {mtbf or _OWN_MTBF} steps", done, len(todo))
         keep = out / f"{policy}-{mtbf}-{which}"
-        seed = {"a": 7, "b": 8, "cell": seed_of(faults) + mtbf * 0}[which]
+        seed = {"a": 7, "b": 8, "cell": seed_of(faults)}[which]
         if policy == "none":
             cell = Cell(policy=policy, mtbf=1e9, faults=0, seed=0, seconds=80 * step)
         elif mtbf:
@@ -116,7 +114,9 @@ def compared(
     for policy in policies:
         ours = [runs[policy, 0, which] for which in "ab"]
         step = statistics.mean(run.step_seconds for run in ours)
-        profile = profile_for([out / f"{policy}-0-{which}" / "run" for which in "ab"], min(1.0, bare / step))
+        profile = profile_for(
+            [out / f"{policy}-0-{which}" / "run" for which in "ab"], SYSTEMS[policy], min(1.0, bare / step)
+        )
         profile.write(out / f"{policy}.yaml")
         for mtbf in worlds:
             run = runs[policy, mtbf, "cell"]
@@ -146,24 +146,20 @@ def account_of(folder: Path) -> Goodput | None:
     return Goodput.read(said[-1]["goodput"]) if said else None
 
 
-def profile_for(folders: Sequence[Path], bare: float) -> Profile:
-    """Return a policy's profile: means of its two runs. A step without checkpoints is `bare` of theirs; the rest is what slows them."""
+def profile_for(folders: Sequence[Path], system: System, bare: float) -> Profile:
+    """Return a policy's profile: means of its two runs. A step without checkpoints is `bare` of their steps; the rest is what slows them."""
     found = [profile_of(view_of(folder))[0] for folder in folders]
-    document: Document = {section: dict(found[0][section]) for section in found[0]}
+    document: Document = {section: {} for section in found[0]}
     for section, names in document.items():
-        for name, value in names.items():
-            if isinstance(value, float):
-                names[name] = statistics.mean(each[section][name] for each in found if name in each[section])
-    for other in found[1:]:
-        for section, names in other.items():
-            document[section] = {**names, **document[section]}
-    document["speeds"]["device_host"] = measure_bandwidth(2**26, None)
-    step = document["training"]["step_seconds"]
-    document["training"]["step_seconds"] = step * bare
-    document["costs"]["slowed_seconds"] = step * (1 - bare)
-    slowed = document["costs"].pop("slowed_seconds")
-    document["costs"]["hooks_per_step"] = document["costs"].get("hooks_per_step", 0.0) + slowed
-    document["costs"]["hooks_per_capture"] = document["costs"].get("hooks_per_capture", 0.0) + slowed
+        for name in dict.fromkeys(name for each in found for name in each[section]):
+            values = [each[section][name] for each in found if name in each[section]]
+            names[name] = statistics.mean(values) if all(isinstance(value, float) for value in values) else values[0]
+    training, costs = document["training"], document["costs"]
+    document["speeds"]["device_host"] = measure_bandwidth(_BANDWIDTH_NBYTES)
+    costs["slowed_per_nbyte"], per_nbyte = 1.0, costs.get("slowed_per_nbyte", 0.0)
+    nbytes = system.behaviour(Profile.of(document), 1e9).slowed
+    costs["slowed_per_nbyte"] = per_nbyte + training["step_seconds"] * (1 - bare) / nbytes
+    training["step_seconds"] *= bare
     return Profile.of(document)
 
 
@@ -198,8 +194,3 @@ def table(figures: Sequence[CellFigure]) -> Table:
     said = [f"{goal.what}: {values[goal.name]:.2f}, goal {goal}: {goal.outcome(values[goal.name])}" for goal in _GOALS]
     title = "Shares of wall time in percent, measured / simulated; MTBF in steps of training"
     return table_of(title, _COLUMNS, rows, "\n".join(said))
-
-
-def document(figures: Sequence[CellFigure]) -> list[dict[str, Any]]:
-    """Return JSON values."""
-    return json.loads(json.dumps([dataclasses.asdict(each) for each in figures]))

@@ -104,7 +104,7 @@ class CellLines(StepLines):
 
     @override
     def values(self) -> dict[str, Any]:
-        run = self._checkpoint and self._checkpoint._run
+        run = self._checkpoint and self._checkpoint._run  # noqa: SLF001  # a report at every step would be work
         return {"hooks": run.session.clock.seconds} if run else {}
 
 

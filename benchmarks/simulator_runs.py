@@ -55,9 +55,7 @@ class Run:
             "hooks": self.hooks,
             "lost": self.again,
         }
-        return Goodput(
-            productive=productive, slowed=max(0.0, self.wall - productive - sum(known.values())), **known
-        )
+        return Goodput(productive=productive, slowed=max(0.0, self.wall - productive - sum(known.values())), **known)
 
 
 def run_cell(cell: Cell, parent: Path | None, keep: Path) -> Run:
