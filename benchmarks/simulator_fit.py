@@ -64,7 +64,8 @@ class Cell:
 
 def checkpoint_of(policy: str, url: str) -> CheckpointCallback | None:
     """Return a policy's callback; cadences are ours, not the planner's."""
-    shared: CheckpointArguments = {"overhead_target": None}
+    # `CellLines` counts seconds of its own process, which a restart must not put back.
+    shared: CheckpointArguments = {"overhead_target": None, "untouched": ["callback.*"]}
     if policy == "sparse":
         return SparseCheckpoint(url, window=WINDOW, **shared)
     if policy == "dense":

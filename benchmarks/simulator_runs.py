@@ -113,22 +113,21 @@ def _divided(cell: Cell, began: float, lines: Sequence[Record], kills: Sequence[
     hooks = again = 0.0
     detection, startup, restore, gaps = [], [], [], []
     for index, (start, steps) in enumerate(zip(starts, trained, strict=True)):
-        at = {line["what"]: line["at"] for line in reversed(start) if line["what"] != "step"}
+        end = kills[index] if index < len(kills) else newest["at"]
+        at = {"fit": end, "begin": end} | {line["what"]: line["at"] for line in reversed(start)}
         before = kills[index - 1] if index else began
         detection += [at["process"] - before] if index else []
         startup.append(at["fit"] - (at["process"] if index else began))
-        if index == 0:
-            startup[0] += at["begin"] - at["fit"]
-        first = steps[1]["at"] - at["begin"] - step - _hooks(*steps[:2]) if len(steps) > 1 else 0.0
-        restore.append(max(0.0, first) + (at["begin"] - at["fit"] if index else 0.0))
+        first = steps[1]["at"] - at["begin"] - step if len(steps) > 1 else 0.0
+        restore.append(max(0.0, first))
+        (restore if index else startup)[-1] += at["begin"] - at["fit"]
         for earlier, later in pairwise(steps):
             counts = last_of[later["step"]] == id(later)
-            taken = later["at"] - earlier["at"] if earlier["what"] == "step" else step + _hooks(earlier, later)
+            taken = later["at"] - earlier["at"] if earlier["what"] == "step" else step
             hooks += _hooks(earlier, later) if counts else 0.0
             again += 0.0 if counts else taken
-        end = kills[index] if index < len(kills) else steps[-1]["at"]
         gaps.append(end - at["begin"])
-        again += end - steps[-1]["at"]
+        again += end - max(steps[-1]["at"], at["begin"] + first) if steps else 0.0
     return Run(
         cell=cell,
         wall=newest["at"] - began,
