@@ -130,6 +130,16 @@ storage, and memory of this node. Works while the run goes on, and changes nothi
 
 Exit status: 0 written, 2 there is no run, or the page could not be written."""
 
+PROFILE = """\
+Write a profile of a run, from which `simulate` and `plan` compute: what steps, checkpoints and restarts cost there, as the
+run has measured it, and the model's sizes.
+
+OUT is profile.yaml if it is not given. The figures are those of the log's newest thousand entries, and of the newest generation.
+Restarts are known once there was one: kill the run, and let it come back. A number that no start has measured is left out, and
+named with the reason: `--set costs.repair=10min` gives it, and replaces one that was measured. Nothing is made up.
+
+Exit status: 0 written, 2 there is no run, or a number is missing that a profile must have."""
+
 REPAIR = """\
 Rebuild the log of URL, of which `_log/` is gone or cannot be read, from the manifests of committed generations.
 
