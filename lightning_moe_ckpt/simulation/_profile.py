@@ -1,0 +1,293 @@
+"""Describe a training, its cluster and what checkpoints cost there: measured by `moe-ckpt profile`, or written by hand.
+
+A profile is a file of YAML with the sections below. Sizes and times may have units, such as `5GB` and `10min`. A name that is unknown,
+missing or has an impossible value is refused, with what is wanted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_moe_ckpt._units import read_duration, read_size
+from lightning_moe_ckpt.errors import ConfigurationError
+
+
+def _value(unit: str, default: object = MISSING, *, least: float = 0.0, most: float = math.inf) -> Any:
+    """Return a field whose values are checked: `seconds` and `size` may be text with units, `count` is whole; `least` is excluded if negative zero."""
+    metadata = {"unit": unit, "least": least, "most": most}
+    return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
+
+
+_ABOVE_ZERO = 1e-12
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingProfile:
+    """Steps: their time without checkpoints, or the times of pipeline stages that it follows from."""
+
+    step_seconds: float | None = _value("seconds", None, least=_ABOVE_ZERO)
+    """Seconds of a step without checkpoints; `None` computes them from `stage_seconds`."""
+    stage_seconds: tuple[float, ...] = _value("seconds", (), least=_ABOVE_ZERO)
+    """Seconds of a micro-batch in each pipeline stage, forward and backward with the stage's own communication."""
+    update_seconds: float = _value("seconds", 0.0)
+    """Seconds of the optimizer; with `stage_seconds` only."""
+    synced: int = _value("size", 0)
+    """Bytes that a rank reduces with others in a step; with `stage_seconds` only."""
+    noise: float = _value("factor", 0.0)
+    """Standard deviation of a step's time, as a part of it. The simulation takes means: a measured run differs from it by this much."""
+    steps: int | None = _value("count", None, least=1)
+    """Steps of the whole training, for its time to finish."""
+    tokens: int = _value("count", 0)
+    """Tokens of a step; lost tokens are in these, or in steps if it is 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelProfile:
+    """Sizes of the model, as numbers or as bytes of a rank's operators."""
+
+    layers: int = _value("count", least=1)
+    """Blocks with experts."""
+    experts: int = _value("count", least=0)
+    """Experts of each block."""
+    params: int = _value("count", least=1)
+    """Parameters in all."""
+    expert_params: int = _value("count", 0)
+    """Parameters of an expert."""
+    nbytes_state: float = _value("factor", 12.0, least=_ABOVE_ZERO)
+    """Bytes per parameter of master weights and optimizer."""
+    nbytes_compute: float = _value("factor", 2.0)
+    """Bytes per parameter of the weights that forward and backward read."""
+    operators: tuple[tuple[int, int], ...] = _value("size", ())
+    """Bytes that a rank writes of each operator: its full state, and the weights that are read. Empty computes them from the sizes above."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterProfile:
+    """Machines, and how the training is spread over them."""
+
+    nodes: int = _value("count", 1, least=1)
+    """Machines of the run."""
+    ranks_per_node: int = _value("count", 1, least=1)
+    """Processes on each."""
+    pipeline: int = _value("count", 1, least=1)
+    """Pipeline stages."""
+    expert_parallel: int = _value("count", 1, least=1)
+    """Ranks that share one set of experts."""
+    micro_batches: int = _value("count", 1, least=1)
+    """Micro-batches of a pipeline in a step."""
+    spares: int = _value("count", 0)
+    """Machines, or waiting processes, that take a lost one's place at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedProfile:
+    """Bytes per second between places."""
+
+    device_host: float = _value("size", least=1)
+    """Bytes per second of one rank, from its device to memory of the node."""
+    host_host: float = _value("size", math.inf, least=1)
+    """Bytes per second of one node to others."""
+    storage: float = _value("size", math.inf, least=1)
+    """Bytes per second of storage, all nodes together."""
+    alpha: float = _value("seconds", 0.0)
+    """Seconds of a collective, whatever its bytes."""
+    beta: float = _value("factor", 0.0)
+    """Seconds of a collective per byte."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostProfile:
+    """Seconds that checkpoints and failures cost."""
+
+    detection: float = _value("seconds")
+    """Seconds from a failure until somebody acts on it."""
+    startup: float = _value("seconds")
+    """Seconds until the processes that are started can restore: the lost ones where these are replaced alone, else all."""
+    startup_all: float | None = _value("seconds", None)
+    """Seconds of a start of all ranks, for systems that replace none alone; `None` for `startup`."""
+    restore_fixed: float = _value("seconds", 0.0)
+    """Seconds of a restore, whatever its bytes."""
+    restore_per_nbyte: float = _value("factor", 0.0)
+    """Seconds of a restore per byte of a rank, on top of the way from other nodes or storage."""
+    hooks_per_step: float = _value("seconds", 0.0)
+    """Seconds of hooks in a step of which nothing is taken."""
+    hooks_per_capture: float = _value("seconds", 0.0)
+    """Seconds of hooks in a step of which something is taken."""
+    slowed_per_nbyte: float = _value("factor", 0.0)
+    """Seconds by which steps are longer, per byte of a rank that any tier takes."""
+    replay_factor: float = _value("factor", 1.0, least=_ABOVE_ZERO)
+    """Time of a repeated step, as a multiple of a step's."""
+    repair: float = _value("seconds", 0.0)
+    """Seconds until a lost machine is back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """What a simulation has to know of a run."""
+
+    training: TrainingProfile
+    """Steps and their time."""
+    model: ModelProfile
+    """Sizes of the model."""
+    cluster: ClusterProfile
+    """Machines and parallel degrees."""
+    speeds: SpeedProfile
+    """Bytes per second."""
+    costs: CostProfile
+    """Seconds that checkpoints and failures cost."""
+
+    def __post_init__(self) -> None:
+        for section in fields(self):
+            for each in fields(found := getattr(self, section.name)):
+                _checked(f"{section.name}.{each.name}", getattr(found, each.name), each.metadata)
+        training, model, cluster = self.training, self.model, self.cluster
+        if (training.step_seconds is None) == (not training.stage_seconds):
+            raise _refusal("training.step_seconds", training.step_seconds, "seconds, or `training.stage_seconds`, and not both")
+        if training.stage_seconds and len(training.stage_seconds) != cluster.pipeline:
+            wanted = f"one for each of `cluster.pipeline`, {cluster.pipeline}"
+            raise _refusal("training.stage_seconds", list(training.stage_seconds), wanted)
+        if cluster.pipeline * cluster.expert_parallel > self.ranks or self.ranks % (cluster.pipeline * cluster.expert_parallel):
+            wanted = f"{cluster.pipeline} stages of {cluster.expert_parallel} expert-parallel ranks, or a multiple"
+            raise _refusal("cluster.nodes", cluster.nodes, f"{wanted}; there are {self.ranks} ranks")
+        if self.dense_params < 0:
+            wanted = f"at most {model.params // max(1, model.layers * model.experts):,}: {model.layers * model.experts} experts are part of `model.params`"
+            raise _refusal("model.expert_params", model.expert_params, wanted)
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the run."""
+        return self.cluster.nodes * self.cluster.ranks_per_node
+
+    @property
+    def dense_params(self) -> int:
+        """Parameters outside of experts."""
+        return self.model.params - self.model.layers * self.model.experts * self.model.expert_params
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step without checkpoints.
+
+        Of stages, 1F1B has M + S - 1 turns of the slowest stage, then the collective and the optimizer (MoEvement, App. C).
+        """
+        training, speeds = self.training, self.speeds
+        if training.step_seconds is not None:
+            return training.step_seconds
+        turns = self.cluster.micro_batches + self.cluster.pipeline - 1
+        synced = speeds.alpha + speeds.beta * training.synced
+        return turns * max(training.stage_seconds) + synced + training.update_seconds
+
+    @property
+    def alone_share(self) -> float:
+        """Time of a step that one pipeline stage takes alone, M turns, as a part of a step's: it waits for no other stage."""
+        cluster, training = self.cluster, self.training
+        turns = cluster.micro_batches + cluster.pipeline - 1
+        if not training.stage_seconds:
+            return cluster.micro_batches / turns
+        return 1 - (cluster.pipeline - 1) * max(training.stage_seconds) / self.step_seconds
+
+    @classmethod
+    def read(cls, path: str | Path) -> Profile:
+        """Return the profile in a file of YAML.
+
+        Raises:
+            ConfigurationError: the file cannot be read, or a value in it is missing, unknown or impossible; the message names it.
+        """
+        try:
+            said = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ConfigurationError(f"{path}: no profile can be read from it. {error}") from error
+        try:
+            return cls.of(said)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{path}: {error}") from None
+
+    @classmethod
+    def of(cls, said: object) -> Profile:
+        """Return the profile that a document says. Raises `ConfigurationError` as `read`."""
+        sections = {"training": TrainingProfile, "model": ModelProfile, "cluster": ClusterProfile}
+        sections |= {"speeds": SpeedProfile, "costs": CostProfile}
+        document = _mapping("a profile", said, sections)
+        found = {name: _section(name, kind, document.get(name, {})) for name, kind in sections.items()}
+        return cls(**found)
+
+    def write(self, path: str | Path) -> None:
+        """Write the profile as YAML; values that are their defaults are left out."""
+        document: dict[str, dict[str, Any]] = {}
+        for section in fields(self):
+            found = getattr(self, section.name)
+            kept = {each.name: getattr(found, each.name) for each in fields(found) if getattr(found, each.name) != each.default}
+            document[section.name] = {name: _plain(value) for name, value in kept.items()}
+        Path(path).write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(each) for each in value] if isinstance(value, tuple) else value
+
+
+def _refusal(name: str, found: object, wanted: str) -> ConfigurationError:
+    return ConfigurationError(f"`{name}: {found}` must be {wanted}.")
+
+
+def _mapping(name: str, said: object, known: Mapping[str, object] | Sequence[str]) -> dict[str, Any]:
+    if not isinstance(said, Mapping):
+        raise ConfigurationError(f"{name} must have the names {', '.join(known)}, each with its value.")
+    if unknown := [str(each) for each in said if each not in known]:
+        raise ConfigurationError(f"{name} has no `{unknown[0]}`: its names are {', '.join(known)}.")
+    return dict(said)
+
+
+def _section(name: str, kind: type[Any], said: object) -> Any:
+    known = {each.name: each for each in fields(kind)}
+    given = _mapping(f"`{name}`", said, list(known))
+    for each in known.values():
+        if each.default is MISSING and each.name not in given:
+            raise ConfigurationError(f"`{name}.{each.name}` is missing: {_wanted(each.metadata)}.")
+    return kind(**{key: _read(f"{name}.{key}", value, known[key].metadata) for key, value in given.items()})
+
+
+def _read(name: str, value: object, rules: Mapping[str, Any]) -> Any:
+    """Return the value, with text that has units as a number."""
+    if isinstance(value, list):
+        return tuple(_read(name, each, rules) for each in value)
+    if isinstance(value, str):
+        try:
+            if rules["unit"] == "seconds":
+                return read_duration(value).total_seconds()
+            # YAML takes 16.4e9 for text, because it lacks a sign.
+            return read_size(value) if rules["unit"] == "size" and not _is_number(value) else float(value)
+        except ValueError:
+            raise _refusal(name, value, _wanted(rules)) from None
+    return value
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _checked(name: str, value: object, rules: Mapping[str, Any]) -> None:
+    """Raise `ConfigurationError` unless the value, or all values in it, are numbers within their limits."""
+    if isinstance(value, tuple):
+        for each in value:
+            _checked(name, each, rules)
+        return
+    if value is None:
+        return
+    good = isinstance(value, int | float) and not isinstance(value, bool) and rules["least"] <= value <= rules["most"]
+    if not good or (rules["unit"] == "count" and value != int(value)):  # type: ignore[call-overload]
+        raise _refusal(name, value, _wanted(rules))
+
+
+def _wanted(rules: Mapping[str, Any]) -> str:
+    kinds = {"seconds": "a time in seconds, or such as 10min,", "size": "bytes, or a size such as 5GB,", "count": "a whole number", "factor": "a number"}
+    least = rules["least"]
+    return f"{kinds[rules['unit']]} {'above 0' if least == _ABOVE_ZERO else f'of {least:g} or more'}"
