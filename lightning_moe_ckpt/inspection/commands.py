@@ -56,8 +56,7 @@ from lightning_moe_ckpt.inspection._verify import Verdict
 from lightning_moe_ckpt.inspection._verify import verify as read_everything
 from lightning_moe_ckpt.launch import DENSIFY
 from lightning_moe_ckpt.native import Finding, examine
-from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.planning._forecast import described_model, forecast
+from lightning_moe_ckpt.planning._forecast import forecast_run, placed_copies
 from lightning_moe_ckpt.storage import (
     Backend,
     Commit,
@@ -70,12 +69,9 @@ from lightning_moe_ckpt.storage import (
 )
 from lightning_moe_ckpt.storage._open import memory_tag
 from lightning_moe_ckpt.tiers import (
-    FailureDomain,
     ReplicaPlacement,
     Survival,
-    mirroring_of,
     percent,
-    place_replicas,
     survival_probability,
 )
 
@@ -378,21 +374,6 @@ def _states(found: Sequence[Check | Finding]) -> Table:
     return table
 
 
-def _placed(
-    *, nodes: int, ranks_per_node: int, replicas: int, expert_parallel: int, racks: int = 1, stages: int = 1
-) -> tuple[ReplicaPlacement, list[list[int]]]:
-    """Place replicas as a run on such a cluster does; return also the groups with the same experts. Raises `ConfigurationError` if no such
-    placement is possible.
-    """
-    world_size = nodes * ranks_per_node
-    groups = ParallelGroups.placed(0, world_size, ep_size=expert_parallel, num_stages=stages).peers()
-    if racks > nodes:
-        raise ConfigurationError(f"`--racks {racks}` is more than `--nodes {nodes}`. Choose at most that.")
-    node_of = [rank // ranks_per_node for rank in range(world_size)]
-    domains = [FailureDomain(node=f"node {n}", rack=f"rack {n * racks // nodes}") for n in node_of]
-    return place_replicas(domains, groups, [1] * world_size, replicas), groups
-
-
 @_of_run
 def placement(*, nodes: int, ranks_per_node: int, replicas: int, most: int, **cluster: int) -> Answer:
     """Show every rank's holders on a cluster, and the chance to survive up to `most` losses at once.
@@ -401,7 +382,8 @@ def placement(*, nodes: int, ranks_per_node: int, replicas: int, most: int, **cl
     """
     wanted = {replicas, *range(1, min(nodes, 3))}
     placed = {
-        each: _placed(nodes=nodes, ranks_per_node=ranks_per_node, replicas=each, **cluster) for each in sorted(wanted)
+        each: placed_copies(nodes=nodes, ranks_per_node=ranks_per_node, replicas=each, **cluster)
+        for each in sorted(wanted)
     }
     survivals = {each: _survivals(found, most) for each, (found, _) in placed.items()}
     several = {
@@ -425,17 +407,11 @@ def plan(
     *, policy: str, precision: str, redundancy: bool, budget: int | None, ranks_per_node: int, **given: Any
 ) -> Answer:
     """Forecast the memory for a described run, on the rank with most copies."""
-    cluster = {name: given[name] for name in ("nodes", "replicas", "expert_parallel", "stages")}
-    placed, peers = _placed(ranks_per_node=ranks_per_node, **cluster)
-    ranks, ep_size = len(placed.domains) // given["stages"], given["expert_parallel"]
-    rank = max(range(ranks), key=lambda each: len(placed.owners(each)))
-    groups = ParallelGroups(rank=rank, world_size=ranks, ep_rank=rank % ep_size, ep_size=ep_size)
     kind = getattr(policies, f"{policy.title()}Policy")
     if budget is not None:
         given |= {"window": None, "budget_nbytes": budget, "local_budget": budget, "remote_budget": budget}
     settings = {field.name: given[field.name] for field in dataclasses.fields(kind) if field.name in given}
-    module, mirroring = described_model(groups, given), mirroring_of(placed, rank, peers)
-    found = forecast(kind(**settings), module, groups, precision, mirroring=mirroring, redundancy=redundancy)
+    found = forecast_run(kind(**settings), given | {"ranks_per_node": ranks_per_node}, precision, redundancy=redundancy)
     return _shared_memory.forecast_answer(found, ranks_per_node)
 
 
