@@ -16,6 +16,7 @@ from lightning_moe_ckpt.policies._expert_tables import expert_layouts as expert_
 from lightning_moe_ckpt.policies._expert_tables import expert_names as expert_names
 from lightning_moe_ckpt.policies._partial import DynamicK as DynamicK
 from lightning_moe_ckpt.policies._partial import PartialPolicy as PartialPolicy
+from lightning_moe_ckpt.policies._partial import next_k as next_k
 from lightning_moe_ckpt.policies._plan import AUDIENCES as AUDIENCES
 from lightning_moe_ckpt.policies._plan import Audience as Audience
 from lightning_moe_ckpt.policies._plan import Plan as Plan
@@ -34,8 +35,12 @@ from lightning_moe_ckpt.policies._selective import SelectivePolicy as SelectiveP
 from lightning_moe_ckpt.policies._token_ledger import NEVER as NEVER
 from lightning_moe_ckpt.policies._token_ledger import TierLedger as TierLedger
 from lightning_moe_ckpt.policies._token_ledger import TokenLedger as TokenLedger
+from lightning_moe_ckpt.policies._windows import PlanItem as PlanItem
+from lightning_moe_ckpt.policies._windows import PlannerName as PlannerName
 from lightning_moe_ckpt.policies._windows import all_names as all_names
+from lightning_moe_ckpt.policies._windows import plan_for_window as plan_for_window
 from lightning_moe_ckpt.policies._windows import plan_window as plan_window
+from lightning_moe_ckpt.policies._windows import split_nbytes as split_nbytes
 from lightning_moe_ckpt.policies._writers import Shard as Shard
 from lightning_moe_ckpt.policies._writers import assign_adaptively as assign_adaptively
 from lightning_moe_ckpt.policies._writers import assign_writers as assign_writers

@@ -3,9 +3,26 @@
 Internal: may change in any version.
 """
 
+from lightning_moe_ckpt.simulation._behaviour import Behaviour as Behaviour
+from lightning_moe_ckpt.simulation._behaviour import Place as Place
+from lightning_moe_ckpt.simulation._events import Simulated as Simulated
+from lightning_moe_ckpt.simulation._events import expected as expected
+from lightning_moe_ckpt.simulation._events import simulate as simulate
+from lightning_moe_ckpt.simulation._failures import SCOPES as SCOPES
+from lightning_moe_ckpt.simulation._failures import Failures as Failures
+from lightning_moe_ckpt.simulation._failures import Scope as Scope
 from lightning_moe_ckpt.simulation._profile import ClusterProfile as ClusterProfile
 from lightning_moe_ckpt.simulation._profile import CostProfile as CostProfile
 from lightning_moe_ckpt.simulation._profile import ModelProfile as ModelProfile
 from lightning_moe_ckpt.simulation._profile import Profile as Profile
 from lightning_moe_ckpt.simulation._profile import SpeedProfile as SpeedProfile
 from lightning_moe_ckpt.simulation._profile import TrainingProfile as TrainingProfile
+from lightning_moe_ckpt.simulation._systems import SYSTEMS as SYSTEMS
+from lightning_moe_ckpt.simulation._systems import CheckFreq as CheckFreq
+from lightning_moe_ckpt.simulation._systems import Gemini as Gemini
+from lightning_moe_ckpt.simulation._systems import MoC as MoC
+from lightning_moe_ckpt.simulation._systems import MoEvement as MoEvement
+from lightning_moe_ckpt.simulation._systems import NoCheckpoints as NoCheckpoints
+from lightning_moe_ckpt.simulation._systems import Ours as Ours
+from lightning_moe_ckpt.simulation._systems import System as System
+from lightning_moe_ckpt.simulation._systems import TierCheck as TierCheck

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +123,8 @@ class CostProfile:
     """Seconds by which steps are longer, per byte of a rank that any tier takes."""
     replay_factor: float = _value("factor", 1.0, least=_ABOVE_ZERO)
     """Time of a repeated step, as a multiple of a step's."""
+    stall_whole: float = _value("seconds", 0.0)
+    """Seconds that training waits for a generation of everything in one step, besides its bytes; in systems that take such ones."""
     repair: float = _value("seconds", 0.0)
     """Seconds until a lost machine is back."""
 
@@ -148,11 +150,15 @@ class Profile:
                 _checked(f"{section.name}.{each.name}", getattr(found, each.name), each.metadata)
         training, model, cluster = self.training, self.model, self.cluster
         if (training.step_seconds is None) == (not training.stage_seconds):
-            raise _refusal("training.step_seconds", training.step_seconds, "seconds, or `training.stage_seconds`, and not both")
+            raise _refusal(
+                "training.step_seconds", training.step_seconds, "seconds, or `training.stage_seconds`, and not both"
+            )
         if training.stage_seconds and len(training.stage_seconds) != cluster.pipeline:
             wanted = f"one for each of `cluster.pipeline`, {cluster.pipeline}"
             raise _refusal("training.stage_seconds", list(training.stage_seconds), wanted)
-        if cluster.pipeline * cluster.expert_parallel > self.ranks or self.ranks % (cluster.pipeline * cluster.expert_parallel):
+        if cluster.pipeline * cluster.expert_parallel > self.ranks or self.ranks % (
+            cluster.pipeline * cluster.expert_parallel
+        ):
             wanted = f"{cluster.pipeline} stages of {cluster.expert_parallel} expert-parallel ranks, or a multiple"
             raise _refusal("cluster.nodes", cluster.nodes, f"{wanted}; there are {self.ranks} ranks")
         if self.dense_params < 0:
@@ -221,7 +227,11 @@ class Profile:
         document: dict[str, dict[str, Any]] = {}
         for section in fields(self):
             found = getattr(self, section.name)
-            kept = {each.name: getattr(found, each.name) for each in fields(found) if getattr(found, each.name) != each.default}
+            kept = {
+                each.name: getattr(found, each.name)
+                for each in fields(found)
+                if getattr(found, each.name) != each.default
+            }
             document[section.name] = {name: _plain(value) for name, value in kept.items()}
         Path(path).write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
 
@@ -252,15 +262,21 @@ def _section(name: str, kind: type[Any], said: object) -> Any:
 
 
 def _read(name: str, value: object, rules: Mapping[str, Any]) -> Any:
-    """Return the value, with text that has units as a number."""
+    """Return the value, with text that has units as a number, and whole numbers as integers."""
     if isinstance(value, list):
         return tuple(_read(name, each, rules) for each in value)
+    if isinstance(value, float) and rules["unit"] == "count" and value.is_integer():
+        return int(value)
     if isinstance(value, str):
         try:
             if rules["unit"] == "seconds":
                 return read_duration(value).total_seconds()
             # YAML takes 16.4e9 for text, because it lacks a sign.
-            return read_size(value) if rules["unit"] == "size" and not _is_number(value) else float(value)
+            return (
+                read_size(value)
+                if rules["unit"] == "size" and not _is_number(value)
+                else _read(name, float(value), rules)
+            )
         except ValueError:
             raise _refusal(name, value, _wanted(rules)) from None
     return value
@@ -288,6 +304,11 @@ def _checked(name: str, value: object, rules: Mapping[str, Any]) -> None:
 
 
 def _wanted(rules: Mapping[str, Any]) -> str:
-    kinds = {"seconds": "a time in seconds, or such as 10min,", "size": "bytes, or a size such as 5GB,", "count": "a whole number", "factor": "a number"}
+    kinds = {
+        "seconds": "a time in seconds, or such as 10min,",
+        "size": "bytes, or a size such as 5GB,",
+        "count": "a whole number",
+        "factor": "a number",
+    }
     least = rules["least"]
     return f"{kinds[rules['unit']]} {'above 0' if least == _ABOVE_ZERO else f'of {least:g} or more'}"

@@ -1,0 +1,56 @@
+"""The expected course of a run under a Poisson process of failures, in closed form.
+
+A cycle is a recovery, which a failure begins anew, and the training until the next failure. In training of random length X a
+run completes generations of E steps: one for each k with k E steps and the place's lag within X, so E sum(exp(-(k E c + lag) / MTBF)) steps
+stay, of which c is the seconds. All that was trained beyond them is taken again in the next cycle.
+
+Differs from MoEvement (2026), Sec. 2.4, in counting failures during recovery, steps in flight, and what comes before restoring.
+"""
+
+from __future__ import annotations
+
+import math
+
+from lightning_moe_ckpt.goodput import Goodput
+from lightning_moe_ckpt.simulation._behaviour import Behaviour, Place, recovery
+from lightning_moe_ckpt.simulation._failures import SCOPES, Scope
+from lightning_moe_ckpt.simulation._profile import Profile
+
+_HOPELESS = 100.0
+"""Recovery, in mean times between failures, from which on none ever ends."""
+
+
+def mean_cycle(profile: Profile, behaviour: Behaviour, mtbf: float, scope: Scope = "node") -> Goodput:
+    """Return the mean seconds of a cycle by part; of one step if there are no failures. The run's first start is not in it."""
+    step, extra = profile.step_seconds, behaviour.extra
+    if mtbf == math.inf:
+        return Goodput(productive=step, hooks=behaviour.hooks, slowed=behaviour.slowed)
+    usable = [place for place in behaviour.places if SCOPES.index(place.survives) >= SCOPES.index(scope)]
+    kept, place = 0.0, None
+    for each in usable:
+        if (steps := _kept(each, step + extra, mtbf)) > kept:
+            kept, place = steps, each
+    waits = scope == "cluster" or (scope == "node" and not profile.cluster.spares)
+    phases = recovery(profile, behaviour, place, profile.costs.repair if waits else 0.0)
+    left = sum(seconds for _, seconds in phases) / mtbf
+    if left > _HOPELESS:
+        return Goodput(**dict(phases))
+    parts = {}
+    for name, seconds in phases:
+        parts[name] = mtbf * (math.exp(left) - math.exp(left - seconds / mtbf))
+        left -= seconds / mtbf
+    again = mtbf / (step + extra) - kept
+    first = max(0.0, (mtbf - again * (behaviour.again + extra)) / (step + extra))
+    return Goodput(
+        productive=first * step,
+        lost=again * behaviour.again,
+        hooks=(first + again) * behaviour.hooks,
+        slowed=(first + again) * behaviour.slowed,
+        **parts,
+    )
+
+
+def _kept(place: Place, step: float, mtbf: float) -> float:
+    """Return the steps of a cycle that a place keeps on average, where a step takes `step` seconds."""
+    generation = place.every * step / mtbf
+    return place.every * math.exp(-place.lag / mtbf - generation) / -math.expm1(-generation)

@@ -1,0 +1,261 @@
+"""Simulate a run from failure to failure.
+
+Between two failures all steps are alike, so the steps of a stretch are counted and not walked through: the time that a simulation takes
+depends on the number of failures alone, not on that of ranks or steps.
+
+Time goes to the parts of `Goodput`. Steps that a failure throws away are `productive` when they are first taken, and `lost` when they are taken
+again; of a step that is interrupted all is lost.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from lightning_moe_ckpt._units import time_text
+from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.goodput import PARTS, Goodput
+from lightning_moe_ckpt.simulation._behaviour import Place, recovery
+from lightning_moe_ckpt.simulation._closed_form import mean_cycle
+from lightning_moe_ckpt.simulation._failures import SCOPES, Failures, Scope
+from lightning_moe_ckpt.simulation._profile import Profile
+from lightning_moe_ckpt.simulation._systems import System
+
+_MOST_FAILURES = 100_000
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulated:
+    """A simulated run."""
+
+    goodput: Goodput
+    """Seconds by part."""
+    steps: float
+    """Steps that count."""
+    failures: int
+    """Failures in the run's time."""
+    nbytes: Mapping[str, float]
+    """Bytes that each place took, of all ranks."""
+    host_memory: float
+    """Bytes of generations on a node, at most."""
+    lost_tokens: float
+    """Tokens whose updates are lost for good; in steps if the profile does not say the tokens of a step."""
+    lost_portion: float
+    """Lost tokens as a part of all, PLT."""
+    finish_seconds: float | None
+    """Seconds of the whole training at this rate; `None` if its steps are not known, or none stayed."""
+    notes: Mapping[str, float] = field(default_factory=dict)
+    """Settings that the system chose, and that it ended with."""
+
+
+def simulate(
+    profile: Profile,
+    system: System,
+    failures: Failures,
+    *,
+    until_steps: int | None = None,
+    until_seconds: float | None = None,
+    seed: int = 0,
+    first_start: float = 0.0,
+) -> Simulated:
+    """Simulate a run until a number of steps or seconds, whichever comes first.
+
+    Args:
+        profile: of the run without failures.
+        system: what keeps its state.
+        failures: what happens to it.
+        until_steps: steps of the training; by default `training.steps` of the profile, if there are no seconds either.
+        until_seconds: wall time.
+        seed: of failures without a trace, and of which nodes are lost together.
+        first_start: seconds from the launch to the first step.
+
+    Raises:
+        ConfigurationError: failures are less than a step apart, or the run would never end.
+    """
+    if until_steps is None and until_seconds is None:
+        until_steps = profile.training.steps
+    if until_steps is None and until_seconds is None:
+        raise ConfigurationError(
+            "`simulate(until_steps=None, until_seconds=None)` needs one of them, or `training.steps` in the profile."
+        )
+    _refuse_hopeless(profile, failures)
+    mean = failures.mean_seconds(until_seconds or math.inf)
+    run = _Run(profile, system, mean, goal=until_steps or math.inf, end=until_seconds or math.inf, seed=seed)
+    return run.through(failures, seed, first_start)
+
+
+def expected(profile: Profile, system: System, mtbf: float, scope: Scope = "node") -> Goodput:
+    """Return the mean seconds between two failures by part, or of a step where `mtbf` is infinite, in closed form.
+
+    Partial generations have the K at which failures that far apart stay within the system's budget.
+    """
+    _refuse_hopeless(profile, Failures(mtbf=mtbf))
+    found, step = system.behaviour(profile, mtbf), profile.step_seconds
+    while found.experts_taken and mtbf < math.inf:
+        grown = system.grown(profile, found, found.unsaved * (step + found.extra) / mtbf, 0.0)
+        if grown.experts_taken <= found.experts_taken:
+            break
+        found = grown
+    return mean_cycle(profile, found, mtbf, scope)
+
+
+def _refuse_hopeless(profile: Profile, failures: Failures) -> None:
+    if failures.trace is None and failures.mtbf < profile.step_seconds:
+        raise ConfigurationError(
+            f"failures every {time_text(failures.mtbf)} are closer than a step takes, {time_text(profile.step_seconds)}: no step "
+            "ends, and no checkpoint helps. Give a longer time between failures, or a profile of shorter steps."
+        )
+
+
+class _Run:
+    """State of a run between two failures."""
+
+    def __init__(self, profile: Profile, system: System, mtbf: float, *, goal: float, end: float, seed: int) -> None:
+        self.profile, self.system, self.goal, self.end = profile, system, goal, end
+        self.now, self.done, self.reached = 0.0, 0.0, 0.0
+        """Seconds; steps whose state the ranks have; steps that were taken at least once."""
+        self.behaviour = system.behaviour(profile, mtbf)
+        self.has = dict.fromkeys((place.name for place in self.behaviour.places), 0)
+        """Newest generation of each place, as the step that it leads to."""
+        self.parts, self.nbytes = dict.fromkeys(PARTS, 0.0), dict.fromkeys(self.has, 0.0)
+        self.memory, self.failures, self.lost = self.behaviour.host_memory, 0, 0.0
+        self._spares, self._returning, self._missing = profile.cluster.spares, list[float](), 0
+        self._draw = random.Random(f"nodes {seed}")
+
+    def through(self, failures: Failures, seed: int, first_start: float) -> Simulated:
+        coming = failures.times(seed)
+        after, scope = next(coming, (math.inf, "node"))
+        self._pass("startup", first_start, math.inf)
+        while True:
+            self._train(min(after, self.end))
+            if self.done >= self.goal or self.now >= self.end - _ROUNDING or after >= self.end:
+                return self._ended()
+            after, scope = self._recovered(scope, coming)
+        raise AssertionError
+
+    def _pass(self, part: str, seconds: float, until: float) -> bool:
+        """Spend the seconds, or those left until then; return whether that was enough."""
+        spent = max(0.0, min(seconds, until - self.now))
+        self.parts[part] += spent
+        self.now += spent
+        return spent >= seconds
+
+    def _train(self, until: float) -> None:
+        """Take steps until then or the goal: first those that were lost, then new ones."""
+        b, step = self.behaviour, self.profile.step_seconds
+        for part, each, most in (("lost", b.again, self.reached - self.done), ("productive", step, math.inf)):
+            steps = min((until - self.now) / (each + b.extra), most, self.goal - self.done)
+            if steps <= 0:
+                continue
+            self.parts[part] += steps * each
+            self.parts["hooks"] += steps * b.hooks
+            self.parts["slowed"] += steps * b.slowed
+            for place in b.places:
+                self.nbytes[place.name] += steps * place.nbytes
+            self.now += steps * (each + b.extra)
+            self.done += steps
+        self.reached = max(self.reached, self.done)
+
+    def _recovered(self, scope: Scope, coming: Iterator[tuple[float, Scope]]) -> tuple[float, Scope]:
+        """Recover from a failure, and from those during recovery; return the next one after it."""
+        self._interrupt_step()
+        self._lose_tokens()
+        together = 0
+        while True:
+            together += scope == "node"
+            place = self._fail(scope, together)
+            after, next_scope = next(coming, (math.inf, scope))
+            for part, seconds in recovery(self.profile, self.behaviour, place, self._wait(scope)):
+                if not self._pass(part, seconds, min(after, self.end)):
+                    break
+                if part == "idle":
+                    self._replace_missing()
+            else:
+                return after, next_scope
+            if self.now >= self.end - _ROUNDING:
+                return math.inf, scope
+            scope = next_scope
+
+    def _interrupt_step(self) -> None:
+        """Note which generations every place has, and count the step under way as lost."""
+        for place in self.behaviour.places:
+            lag = place.lag / (self.profile.step_seconds + self.behaviour.extra)
+            newest = math.floor((self.done - lag) / place.every + _ROUNDING) * place.every
+            self.has[place.name] = max(self.has[place.name], newest)
+        if self.done == self.reached:
+            self.reached = math.floor(self.done + _ROUNDING)
+            self._throw_away(max(0.0, self.done - self.reached))
+
+    def _throw_away(self, steps: float) -> None:
+        self.parts["productive"] -= steps * self.profile.step_seconds
+        self.parts["lost"] += steps * self.profile.step_seconds
+
+    def _lose_tokens(self) -> None:
+        """Count what a failure loses for good, and let the system take more experts from now on."""
+        if not self.behaviour.experts_taken or self.done < 1:
+            return
+        lost = min(self.behaviour.unsaved, self.done)
+        self.lost += lost
+        self.behaviour = self.system.grown(self.profile, self.behaviour, self.lost / self.done, lost / self.done)
+        self.memory = max(self.memory, self.behaviour.host_memory)
+
+    def _fail(self, scope: Scope, together: int) -> Place | None:
+        """Take what a failure takes, and go back to the newest generation that is left; return its place."""
+        self.failures += 1
+        if self.failures > _MOST_FAILURES:
+            raise ConfigurationError(
+                f"after {_MOST_FAILURES:,} failures the run is at step {self.done:.0f}: it never ends. Give a time to end at, fewer failures, or "
+                "another system."
+            )
+        if scope == "node":
+            self._missing += 1
+            self._returning.append(self.now + self.profile.costs.repair)
+        nodes = max(1, self.profile.cluster.nodes - 1)
+        for place in self.behaviour.places:
+            gone = SCOPES.index(place.survives) < SCOPES.index(scope)
+            # Of copies on other nodes, the last is gone if the node that has it is lost too before training goes on.
+            gone |= (
+                scope == "node"
+                and 0 < place.copies < together
+                and self._draw.random() * nodes < place.copies * (together - 1)
+            )
+            if gone:
+                self.has[place.name] = 0
+        newest = max(self.has.values(), default=0)
+        self.done = float(newest)
+        return next((place for place in self.behaviour.places if newest and self.has[place.name] == newest), None)
+
+    def _wait(self, scope: Scope) -> float:
+        """Return the seconds until there is a machine for each that is missing: spares at once, lost ones after their repair."""
+        self._count_returned()
+        late = self._missing - self._spares
+        nodes = sorted(self._returning)[late - 1] - self.now if late > 0 else 0.0
+        return max(nodes, self.profile.costs.repair if scope == "cluster" else 0.0)
+
+    def _replace_missing(self) -> None:
+        self._count_returned()
+        self._spares, self._missing = self._spares - self._missing, 0
+
+    def _count_returned(self) -> None:
+        back = [each for each in self._returning if each <= self.now + _ROUNDING]
+        self._spares += len(back)
+        self._returning = [each for each in self._returning if each > self.now + _ROUNDING]
+
+    def _ended(self) -> Simulated:
+        self._throw_away(self.reached - self.done)
+        wanted, tokens = self.profile.training.steps, self.profile.training.tokens or 1
+        finish = self.now if self.done >= self.goal else wanted * self.now / self.done if wanted and self.done else None
+        return Simulated(
+            goodput=Goodput(**{name: max(0.0, seconds) for name, seconds in self.parts.items()}),
+            steps=self.done,
+            failures=self.failures,
+            nbytes=self.nbytes,
+            host_memory=self.memory,
+            lost_tokens=self.lost * tokens,
+            lost_portion=self.lost / self.done if self.done else 0.0,
+            finish_seconds=finish,
+            notes=self.behaviour.notes,
+        )

@@ -1,0 +1,356 @@
+"""Checkpointing systems: ours by policy, and those of the papers.
+
+Each says what it adds to a run, as seconds and places. Windows come from this package's planner, and K from its rule for partial generations.
+
+Sources: CheckFreq (2021); Gemini (2023); PEC (2024), the system MoC; MoEvement (2026), whose Sec. 5 has the settings of the first three;
+TierCheck (2026), Sec. 5.1.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, get_args
+
+from typing_extensions import override
+
+from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.policies import PlannerName, next_k
+from lightning_moe_ckpt.simulation._behaviour import (
+    STORED,
+    Behaviour,
+    Place,
+    Window,
+    full_nbytes,
+    memory_of,
+    places_of,
+    plan_of,
+    stall,
+)
+from lightning_moe_ckpt.simulation._closed_form import mean_cycle
+from lightning_moe_ckpt.simulation._profile import Profile
+
+OurPolicy = Literal["sparse", "dense", "differential", "partial"]
+
+
+class System(ABC):
+    """A checkpointing system with its settings."""
+
+    name: ClassVar[str]
+    """Name of the system in messages."""
+
+    @abstractmethod
+    def behaviour(self, profile: Profile, mtbf: float) -> Behaviour:
+        """Return what the system adds to a run that starts, where failures are `mtbf` seconds apart on average."""
+
+    def grown(self, profile: Profile, now: Behaviour, plt: float, last_loss: float) -> Behaviour:
+        """Return the behaviour after a failure: `plt` of the tokens are lost so far, `last_loss` of them by this failure."""
+        return now
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoCheckpoints(System):
+    """Training that begins anew after every failure."""
+
+    name = "none"
+
+    @override
+    def behaviour(self, profile: Profile, mtbf: float) -> Behaviour:
+        return _behaviour(profile, (), 0.0, all_start=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckFreq(System):
+    """Everything to storage, as often as a limit on overhead allows."""
+
+    target: float = 0.03
+    """Largest overhead, as a part of a step."""
+    interval: int | None = None
+    """Steps between generations; `None` takes the shortest that keeps the limit, and that storage keeps up with."""
+
+    name = "checkfreq"
+
+    @override
+    def behaviour(self, profile: Profile, mtbf: float) -> Behaviour:
+        step, nbytes = profile.step_seconds, full_nbytes(profile)
+        waits = profile.costs.stall_whole + stall(profile, nbytes)
+        cost = waits + nbytes * profile.costs.slowed_per_nbyte
+        put = nbytes * profile.ranks / profile.speeds.storage
+        every = self.interval or max(1, math.ceil(cost / (self.target * step)), math.ceil(put / step))
+        places = [place for place in places_of(profile, [nbytes], every) if place.name == STORED]
+        memory = memory_of(profile, nbytes, 0)
+        return _behaviour(profile, places, waits / every, all_start=True, host_memory=memory, notes={"interval": every})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemini(System):
+    """Everything to memory of the node and of others, at the interval with the best expected goodput: an oracle."""
+
+    replicas: int = 2
+    """Copies on other nodes."""
+    storage_every: int | None = None
+    """Least steps between generations in storage; `None` for as often as it keeps up, 0 for no storage."""
+    interval: int | None = None
+    """Steps between generations; `None` asks the oracle."""
+
+    name = "gemini"
+
+    @override
+    def behaviour(self, profile: Profile, mtbf: float) -> Behaviour:
+        if self.interval is not None or mtbf == float("inf"):
+            return self._every(profile, self.interval or 1000)
+        longest = max(1.0, 4 * mtbf / profile.step_seconds)
+        tried = sorted({round(longest ** (i / 96)) for i in range(97)})
+        found = [self._every(profile, every) for every in tried]
+        return max(found, key=lambda each: mean_cycle(profile, each, mtbf).share)
+
+    def _every(self, profile: Profile, every: int) -> Behaviour:
+        nbytes = full_nbytes(profile)
+        waits = profile.costs.stall_whole + stall(profile, nbytes)
+        places = places_of(profile, [nbytes], every, replicas=self.replicas, storage_every=self.storage_every)
+        memory = memory_of(profile, nbytes, self.replicas)
+        return _behaviour(profile, places, waits / every, all_start=True, host_memory=memory, notes={"interval": every})
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoC(System):
+    """Some experts in every step, more after failures that lose too many tokens."""
+
+    k: int | None = None
+    """Experts of a layer at first; `None` for an eighth (MoEvement, Fig. 10c)."""
+    plt_budget: float = 0.0375
+    """Largest portion of lost tokens."""
+    replicas: int = 2
+    """Copies on other nodes."""
+    storage_every: int | None = None
+    """Least steps between generations in storage; `None` for as often as it keeps up, 0 for no storage."""
+    overhead: float = 0.0
+    """Overhead with the first K beyond that of its bytes, as a part of a step."""
+
+    name = "moc"
+
+    @override
+    def behaviour(self, profile: Profile, mtbf: float) -> Behaviour:
+        return self._taking(profile, self._first(profile))
+
+    def _first(self, profile: Profile) -> int:
+        return self.k or max(1, profile.model.experts // 8)
+
+    def _taking(self, profile: Profile, k: int) -> Behaviour:
+        first = self._first(profile)
+        grown = (k - first) / max(1, profile.model.experts - first)
+        more = self.overhead * profile.step_seconds + grown * profile.costs.stall_whole
+        return _partial(profile, k, 1, more, replicas=self.replicas, storage_every=self.storage_every)
+
+    @override
+    def grown(self, profile: Profile, now: Behaviour, plt: float, last_loss: float) -> Behaviour:
+        return self._taking(
+            profile,
+            _grown_k(profile, now, first=self._first(profile), plt=plt, last_loss=last_loss, budget=self.plt_budget),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEvement(System):
+    """Sparse windows back to back, by Algorithm 1."""
+
+    window: int | None = None
+    """Steps; `None` asks Algorithm 1."""
+    localized: bool = True
+    """Whether only the pipeline stage that failed takes steps again."""
+    replicas: int = 2
+    """Copies on other nodes."""
+    storage_every: int | None = None
+    """Least steps between generations in storage; `None` for as often as it keeps up, 0 for no storage."""
+    saved: float = 1 / 3
+    """Part of a step that parameters without their full state save: weight gradients and optimizer (Sec. 3.5)."""
+
+    name = "moevement"
+
+    @override
+    def behaviour(self, profile: Profile, mtbf: float) -> Behaviour:
+        window = plan_of(profile, self.window, "algorithm1")
+        # Sec. 3.6 counts as many repeated steps as the window has, one more than this package's replay.
+        return _sparse(
+            profile, window, replayed=len(window.nbytes), factor=1 - self.saved * window.frozen, localized=self.localized,
+            replicas=self.replicas, storage_every=self.storage_every,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierCheck(System):
+    """Everything now and then to all tiers, and compressed gradients of every step between."""
+
+    every_n_steps: int = 50
+    """Steps between bases."""
+    batch: int = 5
+    """Differences that storage gets together."""
+    nbytes_delta: float = 0.06
+    """Bytes of a difference per parameter: of a hundredth of the elements a value of 2 bytes and an index of 4."""
+
+    name = "tiercheck"
+
+    @override
+    def behaviour(self, profile: Profile, mtbf: float) -> Behaviour:
+        delta = self.nbytes_delta / profile.model.nbytes_state
+        return _differential(profile, self.every_n_steps, self.batch, delta, replicas=1, stored=True, all_start=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ours(System):
+    """This package's callbacks."""
+
+    policy: OurPolicy = "sparse"
+    """Kind of callback."""
+    window: int | None = None
+    """Steps of a sparse window; `None` for the shortest whose copies are hidden."""
+    planner: PlannerName = "packed"
+    """Planner of sparse windows."""
+    every_n_steps: int | None = None
+    """Steps from one generation or base to the next; `None` for the callback's default: windows are back to back."""
+    batch: int = 8
+    """Differences that storage gets together."""
+    k: int = 1
+    """Experts of a layer that partial generations take."""
+    plt_budget: float | None = None
+    """Largest portion of lost tokens, before K grows; `None` for no limit."""
+    replicas: int = 1
+    """Copies on other nodes, where there are any."""
+    storage_every: int | None = None
+    """Least steps between generations in storage; `None` for as often as it keeps up, 0 for no storage."""
+    localized: bool = False
+    """Whether only the pipeline stage that failed takes steps again."""
+
+    name = "ours"
+
+    def __post_init__(self) -> None:
+        if self.policy not in get_args(OurPolicy):
+            raise ConfigurationError(f"`Ours(policy={self.policy!r})` must be one of {', '.join(get_args(OurPolicy))}.")
+
+    @override
+    def behaviour(self, profile: Profile, mtbf: float) -> Behaviour:
+        tiers: dict[str, Any] = {"replicas": self.replicas, "storage_every": self.storage_every}
+        if self.policy == "sparse":
+            window, factor = plan_of(profile, self.window, self.planner), profile.costs.replay_factor
+            more = {"every": self.every_n_steps, "localized": self.localized}
+            return _sparse(profile, window, replayed=len(window.nbytes) - 1, factor=factor, **more, **tiers)
+        if self.policy == "differential":
+            every, stored = self.every_n_steps or 64, self.storage_every != 0
+            delta = 4 / profile.model.nbytes_state
+            return _differential(profile, every, self.batch, delta, replicas=self.replicas, stored=stored)
+        if self.policy == "partial":
+            return _partial(profile, self.k, self.every_n_steps or 1, 0.0, **tiers)
+        every, nbytes = self.every_n_steps or 100, full_nbytes(profile)
+        places, memory = places_of(profile, [nbytes], every, **tiers), memory_of(profile, nbytes, self.replicas)
+        hooks = _hooks(profile, 1 / every) + stall(profile, nbytes) / every
+        return _behaviour(profile, places, hooks, host_memory=memory, notes={"interval": every})
+
+    @override
+    def grown(self, profile: Profile, now: Behaviour, plt: float, last_loss: float) -> Behaviour:
+        if self.plt_budget is None:
+            return now
+        k, every = (
+            _grown_k(profile, now, first=self.k, plt=plt, last_loss=last_loss, budget=self.plt_budget),
+            self.every_n_steps or 1,
+        )
+        return _partial(profile, k, every, 0.0, replicas=self.replicas, storage_every=self.storage_every)
+
+
+def _behaviour(
+    profile: Profile, places: Sequence[Place], hooks: float, *, all_start: bool = False, **more: Any
+) -> Behaviour:
+    """Return a behaviour whose steps are slowed by all bytes of its places; failures start lost ranks only, or all of them."""
+    costs = profile.costs
+    startup = costs.startup if not all_start or costs.startup_all is None else costs.startup_all
+    slowed = costs.slowed_per_nbyte * sum(place.nbytes for place in places) / profile.ranks
+    more.setdefault("again", profile.step_seconds)
+    return Behaviour(places=tuple(places), hooks=hooks, slowed=slowed, startup=startup, **more)
+
+
+def _hooks(profile: Profile, captured: float) -> float:
+    """Return the hooks of a step on average, if something is taken in a part `captured` of the steps."""
+    return profile.costs.hooks_per_step * (1 - captured) + profile.costs.hooks_per_capture * captured
+
+
+def _sparse(
+    profile: Profile, window: Window, *, replayed: int, factor: float, localized: bool, replicas: int,
+    storage_every: int | None, every: int | None = None,
+) -> Behaviour:  # fmt: skip
+    steps = len(window.nbytes)
+    every = max(every or 0, steps)
+    places = places_of(profile, window.nbytes, every, replicas=replicas, storage_every=storage_every)
+    hooks = _hooks(profile, steps / every) + sum(stall(profile, nbytes) for nbytes in window.nbytes) / every
+    again = profile.step_seconds * (profile.alone_share if localized else 1.0)
+    memory, notes = memory_of(profile, window.total, replicas), {"window": steps, "interval": every}
+    return _behaviour(
+        profile, places, hooks, replayed=replayed, replay=factor * again, again=again, host_memory=memory, notes=notes
+    )
+
+
+def _differential(
+    profile: Profile, every: int, batch: int, delta: float, *, replicas: int, stored: bool, all_start: bool = False
+) -> Behaviour:
+    """Return the behaviour of bases and of differences that are `delta` of a base."""
+    nbytes, ranks, speeds = full_nbytes(profile), profile.ranks, profile.speeds
+    base = places_of(profile, [nbytes], every, replicas=replicas, storage_every=None if stored else 0)
+    chain, places = delta * every / 2, []
+    for place in base:
+        # Memory and other nodes have the newest step; storage has batches, once it has their base.
+        own = batch if place.name == STORED else 1
+        sent = delta * nbytes * (ranks / speeds.storage if place.name == STORED else 1 / speeds.device_host)
+        more = (every - 1) / every * delta * nbytes * ranks * max(1, place.copies)
+        places.append(
+            replace(place, every=own, lag=own * sent, restore=place.restore * (1 + chain), nbytes=place.nbytes + more)
+        )
+    kept = nbytes * (1 + delta * every / 2)
+    return _behaviour(
+        profile, places, _hooks(profile, 1.0) + (profile.costs.stall_whole * all_start + stall(profile, nbytes)) / every,
+        all_start=all_start, host_memory=memory_of(profile, kept, replicas), notes={"interval": every},
+    )  # fmt: skip
+
+
+def _partial(
+    profile: Profile, k: int, every: int, more: float, *, replicas: int, storage_every: int | None
+) -> Behaviour:
+    """Return the behaviour of generations with the dense part and `k` experts of every layer."""
+    model, full = profile.model, full_nbytes(profile)
+    experts = max(1, model.experts)
+    k, dense = min(k, experts), profile.dense_params / model.params
+    nbytes = full * (dense + (1 - dense) * k / experts)
+    places = places_of(profile, [nbytes], every, replicas=replicas, storage_every=storage_every, restored=full)
+    hooks = _hooks(profile, 1 / every) + stall(profile, nbytes) / every + more
+    memory, unsaved = memory_of(profile, full, replicas), every * (experts / k - 1) / 2
+    return _behaviour(
+        profile, places, hooks, host_memory=memory, experts_taken=k, unsaved=unsaved, notes={"k": k, "interval": every}
+    )
+
+
+def _grown_k(profile: Profile, now: Behaviour, *, first: int, plt: float, last_loss: float, budget: float) -> int:
+    experts = max(1, profile.model.experts)
+    return next_k(
+        min(first, experts),
+        last_k=now.experts_taken,
+        plt=plt,
+        last_loss=last_loss,
+        plt_budget=budget,
+        num_experts=experts,
+    )
+
+
+SYSTEMS: dict[str, System] = {
+    "none": NoCheckpoints(),
+    "checkfreq": CheckFreq(),
+    "gemini": Gemini(),
+    "moc": MoC(),
+    "tiercheck": TierCheck(),
+    "moevement-global": MoEvement(localized=False),
+    "moevement": MoEvement(),
+    "ours-dense": Ours(policy="dense"),
+    "ours-differential": Ours(policy="differential"),
+    "ours-partial": Ours(policy="partial"),
+    "ours-sparse": Ours(),
+    "ours-localized": Ours(localized=True),
+}
+"""Systems by their names on the command line, with the settings that they have there."""
