@@ -20,7 +20,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+import click
 import torch
+from click.core import ParameterSource
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
@@ -50,6 +52,7 @@ from lightning_moe_ckpt.inspection._conformance import Check, examine_url
 from lightning_moe_ckpt.inspection._export import ExportOptions
 from lightning_moe_ckpt.inspection._export import export as write_files
 from lightning_moe_ckpt.inspection._import import import_run
+from lightning_moe_ckpt.inspection._plan_view import planned
 from lightning_moe_ckpt.inspection._progress_views import follow, progress_now, write_page
 from lightning_moe_ckpt.inspection._run_progress import Follower
 from lightning_moe_ckpt.inspection._verify import Verdict
@@ -402,17 +405,41 @@ def placement(*, nodes: int, ranks_per_node: int, replicas: int, most: int, **cl
     return Answer(document, lambda: [heading, _table(survivals, memory), closing])
 
 
+_CHOICES = ("mtbf", "scope", "allow_loss", "host_nbytes", "as_yaml", "at")
+"""Options of `plan` that go with a profile."""
+
+
 @_of_run
-def plan(
-    *, policy: str, precision: str, redundancy: bool, budget: int | None, ranks_per_node: int, **given: Any
-) -> Answer:
-    """Forecast the memory for a described run, on the rank with most copies."""
+def plan(*, profile: Path | None, policy: str, ranks_per_node: int, **given: Any) -> Answer:
+    """Choose for a profile; else forecast the memory for a described run, on the rank with most copies."""
+    limits, written = {name: given.pop(name) for name in _CHOICES}, _written()
+    if profile is not None:
+        if wrong := [name for name in written if name not in {*_CHOICES, "profile", "policy", "replicas", "as_json"}]:
+            named = f"--{wrong[0].replace('_', '-')}"
+            raise ConfigurationError(
+                f"`{named}`: with `--profile` it is what the profile says. Change it there, or leave `{named}` out."
+            )
+        policies_of = {"policies": [policy]} if "policy" in written else {}
+        replicas = given["replicas"] if "replicas" in written else None
+        return planned(profile, url=limits.pop("at"), replicas=replicas, **limits, **policies_of)
+    if wrong := [name for name in _CHOICES if name in written]:
+        named = {"host_nbytes": "host-memory", "as_yaml": "yaml", "at": "url"}.get(wrong[0], wrong[0].replace("_", "-"))
+        raise ConfigurationError(
+            f"`--{named}` is for a choice, which depends on what was measured: add `--profile FILE`, of `moe-ckpt profile`."
+        )
+    precision, redundancy, budget = (given.pop(name) for name in ("precision", "redundancy", "budget"))
     kind = getattr(policies, f"{policy.title()}Policy")
     if budget is not None:
         given |= {"window": None, "budget_nbytes": budget, "local_budget": budget, "remote_budget": budget}
     settings = {field.name: given[field.name] for field in dataclasses.fields(kind) if field.name in given}
     found = forecast_run(kind(**settings), given | {"ranks_per_node": ranks_per_node}, precision, redundancy=redundancy)
     return _shared_memory.forecast_answer(found, ranks_per_node)
+
+
+def _written() -> list[str]:
+    """Return the names of the options that stand in the command line."""
+    context = click.get_current_context()
+    return [name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
 
 
 def _survivals(placement: ReplicaPlacement, most: int) -> list[Survival]:

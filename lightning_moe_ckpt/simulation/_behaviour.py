@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from lightning_moe_ckpt.policies import PlanItem, PlannerName, plan_for_window, plan_window, split_nbytes
 from lightning_moe_ckpt.simulation._failures import Scope
@@ -100,11 +101,13 @@ def rank_items(profile: Profile) -> list[PlanItem]:
     ]  # fmt: skip
 
 
+@lru_cache(maxsize=4)
 def full_nbytes(profile: Profile) -> int:
     """Return the bytes of everything that a rank writes."""
     return sum(item.full_nbytes for item in rank_items(profile))
 
 
+@lru_cache(maxsize=64)
 def plan_of(profile: Profile, window: int | None, planner: PlannerName) -> Window:
     """Return the window of a length, or else the shortest whose steps' copies take no longer than a step."""
     items, budget = rank_items(profile), int(profile.speeds.device_host * profile.step_seconds)
