@@ -26,6 +26,7 @@ from lightning_moe_ckpt.fit._cli import explain_errors
 from lightning_moe_ckpt.fit._files import LightningResume, let_best_come_first
 from lightning_moe_ckpt.fit._stops import name_status
 from lightning_moe_ckpt.fit.loops._trainer import callbacks_of
+from lightning_moe_ckpt.goodput import Goodput
 from lightning_moe_ckpt.launch import DENSIFY
 from lightning_moe_ckpt.parallel import restart_is_likely
 from lightning_moe_ckpt.policies import Policy, TokenLedger
@@ -159,6 +160,11 @@ class CheckpointCallback(SharedArguments, Checkpoint):
                 "its own (spawn, fork, notebooks) in those: a callback reads it in `on_fit_end`."
             )
         return self._report
+
+    @property
+    def goodput(self) -> Goodput | None:
+        """Parts of the run's wall time so far, over all its starts, as in `report`; `None` outside of `fit`."""
+        return self._run.session.goodput if self._run is not None else None
 
     @property
     def run_id(self) -> str | None:

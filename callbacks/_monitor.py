@@ -38,10 +38,13 @@ class ExpertLoadMonitor(Callback):
     checkpointing repeats do not count. A layer that processed nothing is left out. If the first step shows that a layer's
     tokens are not counted as its experts process them, that layer is left out and a warning names it.
 
-    Figures of checkpoints, over the steps since the last row:
+    `moe/goodput` is the share of the run's wall time, over all its starts, that the steps that count would have taken without checkpoints
+    and failures, and `moe/goodput/<part>` the shares of all parts, see `Report.goodput`; the progress bar shows `goodput=93%`.
+
+    Further figures of checkpoints, over the steps since the last row:
 
     * `moe/stall_seconds/<cause>` and `moe/stall_seconds/all`: seconds per step that the training thread of rank 0 waited;
-      `moe/stall_seconds/slowest_rank`: the same of the rank that waited longest; `moe/stall_share`: share of wall time;
+      `moe/stall_seconds/slowest_rank`: the same of the rank that waited longest;
     * `moe/device_stall_seconds/<cause>`, `/all` and `/slowest_rank`: the same for training's stream on a CUDA device; 0
       without one. This is what training loses there: waiting while the device has work costs nothing;
     * `moe/overhead_seconds`: seconds per step of the training thread of rank 0 in hooks of checkpoints, waits included;
@@ -82,7 +85,7 @@ class ExpertLoadMonitor(Callback):
         self._loads: LayerLoads | None = None
         self._checkpoint: CheckpointCallback | None = None
         self._figures: CheckpointFigures | None = None
-        self._note: ProgressNote | None = None
+        self._notes: list[ProgressNote] = []
         self._step = 0
         self._replay: str | None = None
         """Position of the current batch's step among the steps to replay."""
@@ -98,7 +101,8 @@ class ExpertLoadMonitor(Callback):
         self._step, self.latest = trainer.global_step, {}
         if self._checkpoint is not None:
             self._figures = CheckpointFigures(self._checkpoint.report, self._step)
-        self._note = ProgressNote(trainer, "replay", lambda: self._replay)
+        texts: dict[str, Callable[[], str | None]] = {"goodput": self._goodput, "replay": lambda: self._replay}
+        self._notes = [ProgressNote(trainer, name, text) for name, text in texts.items()]
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -169,10 +173,15 @@ class ExpertLoadMonitor(Callback):
         return row
 
     def _remove(self) -> None:
-        for each in (self._loads, self._note):
+        for each in (self._loads, *self._notes):
             if each is not None:
                 each.remove()
-        self._loads = self._checkpoint = self._figures = self._note = self._replay = None
+        self._loads = self._checkpoint = self._figures = self._replay = None
+        self._notes = []
+
+    def _goodput(self) -> str | None:
+        found = None if self._checkpoint is None else self._checkpoint.goodput
+        return None if found is None else f"{found.share:.0%}"
 
 
 # Shape suffixes: R ranks, 4 the numbers of `own`.
@@ -203,6 +212,8 @@ class CheckpointFigures:
         steps, self._step = step - self._step, step
         newest = {tier: now.generations[tier] for tier in TIERS if tier in now.generations}
         return {
+            "moe/goodput": now.goodput.share,
+            **{f"moe/goodput/{part}": share for part, share in now.goodput.shares().items()},
             **self._stalls(before, now, steps),
             **self._rates(ranks_R4, steps, seconds),
             "moe/window": now.window,
@@ -238,7 +249,6 @@ class CheckpointFigures:
         return {
             "moe/stall_seconds/slowest_rank": longest / steps,
             "moe/device_stall_seconds/slowest_rank": int(of_device.max()) / 1e9 / steps,
-            "moe/stall_share": longest / seconds,
             "moe/captured_nbytes_per_step": int(captured.sum()) / steps,
             "moe/persisted_nbytes_per_second": int(persisted.sum()) / seconds,
         }

@@ -43,7 +43,7 @@ class Records(Callback):
         os.write(self._file, (json.dumps(line) + "\n").encode())
 
     def write_report(self, figures: Report) -> None:
-        means = {"stall_seconds_per_step": figures.stall_seconds_per_step, "checkpoint_share": figures.checkpoint_share}
+        means = {"stall_seconds_per_step": figures.stall_seconds_per_step, "hooks_share": figures.overhead.hooks}
         self.write("report", **asdict(figures), **means)
 
     @override

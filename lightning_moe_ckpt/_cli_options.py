@@ -122,12 +122,12 @@ Exit status: 0 done, 2 there is no run or something could not be read or deleted
 
 TOP = """\
 Show how far a run is, again and again until Ctrl-C: its newest step in every tier and of every rank, how far storage is
-behind, steps and bytes per second, what checkpoints cost, starts, goodput and when it will be done.
+behind, steps and bytes per second, starts, goodput and what takes the rest of the time, and when it will be done.
 
 Reads what the run writes anyway: its log, names in storage, and names in shared memory of this node. Nothing is asked of
 the job, and nothing is written. Rates and ETA are as of the newest entry of the log, which the run adds when it gives up
-older generations; a start that was killed may have come further than its last entry says. Goodput is the time that the steps so far would have taken without failures and checkpoints, as a share of
-the time since the first start. Memory of other nodes is not seen: run the command there.
+older generations; a start that was killed may have come further than its last entry says. Goodput is the share of the wall
+time, from the first process to that entry, that steps that count would have taken without checkpoints and failures. Memory of other nodes is not seen: run the command there.
 
 Exit status: 0 shown, 2 there is no run or it could not be read."""
 
@@ -139,6 +139,16 @@ OUT is report.html if it is not given. The figures are those of `top`: the newes
 storage, and memory of this node. Works while the run goes on, and changes nothing there.
 
 Exit status: 0 written, 2 there is no run, or the page could not be written."""
+
+PROFILE = """\
+Write a profile of a run, from which `simulate` and `plan` compute: what steps, checkpoints and restarts cost there, as the
+run has measured it, and the model's sizes.
+
+OUT is profile.yaml if it is not given. The figures are those of the log's newest thousand entries, and of the newest generation.
+Restarts are known once there was one: kill the run, and let it come back. A number that no start has measured is left out, and
+named with the reason: `--set costs.repair=10min` gives it, and replaces one that was measured. Nothing is made up.
+
+Exit status: 0 written, 2 there is no run, or a number is missing that a profile must have."""
 
 REPAIR = """\
 Rebuild the log of URL, of which `_log/` is gone or cannot be read, from the manifests of committed generations.

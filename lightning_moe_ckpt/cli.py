@@ -300,6 +300,23 @@ _LOOKING = [
         _flag("--force", "Replace a file that exists."),
     ),
     _on_a_run(
+        "profile",
+        "Write what a run has measured, for simulate and plan.",
+        _cli_options.PROFILE,
+        click.Argument(
+            ["out"], metavar="[OUT]", required=False, type=click.Path(path_type=Path), default="profile.yaml"
+        ),
+        _option(
+            "--set",
+            "Of a profile, such as speeds.device_host=20GB or costs.repair=10min; repeat for several.",
+            "NAME=VALUE",
+            type=_setting,
+            multiple=True,
+            name="given",
+        ),
+        _flag("--force", "Replace a file that exists."),
+    ),
+    _on_a_run(
         "repair",
         "Rebuild a lost log from committed generations.",
         _cli_options.REPAIR,

@@ -306,6 +306,7 @@ class FitSession:
         outcome = self._outcome.take(step, trainer.current_epoch, self._batches.step_ended())
         if trained.regrouped():
             session.regrouped()
+        session.stepped(step)
         if not alone:
             try:
                 session.boundary(step, outcome)

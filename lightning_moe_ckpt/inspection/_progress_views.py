@@ -22,6 +22,7 @@ from rich.text import Text
 
 from lightning_moe_ckpt._units import rate_text, size_text, time_text
 from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.goodput import PARTS, Goodput
 from lightning_moe_ckpt.inspection._answers import Answer, Screen, kind_of, plain_table
 from lightning_moe_ckpt.inspection._run_progress import Follower, Incarnation, NewestStep, RunProgress, Sample, by_rank
 from lightning_moe_ckpt.inspection._transformers import write_text, write_whole
@@ -35,6 +36,8 @@ td:first-child, th:first-child, .facts td { text-align: left; } code { overflow-
 svg { width: 100%; height: auto; } figcaption { color: #5a6472; } figure { margin: 1rem 0; }
 """
 _COLOURS = ("#2b6cb0", "#c05621", "#2f855a", "#805ad5", "#b83280", "#718096")
+_PART_COLOURS = ("#2f855a", "#2b6cb0", "#63b3ed", "#c05621", "#d69e2e", "#805ad5", "#b83280", "#9b2c2c", "#a0aec0")
+_START_TITLES = ("incarnation", "began", "from step", "reached", "steps/s", "goodput", "restored in")
 _MOST_ROWS = 50
 _MOST_RANKS, _MOST_STARTS = 16, 6
 _MOST_NAMED = 8
@@ -71,7 +74,7 @@ def page_of(found: RunProgress) -> str:
         *_plots(found),
         "<h2>Starts</h2>",
         _table(
-            ("incarnation", "began", "from step", "reached", "steps/s", "overhead", "restored in"),
+            _START_TITLES,
             map(start_cells, found.incarnations[-_MOST_ROWS:]),
         ),
         "<h2>Newest step by rank and tier</h2>",
@@ -141,7 +144,7 @@ def _plots(found: RunProgress) -> list[str]:
         ("Steps", "Steps that training had reached; each colour is a start, dashed lines are restarts.", _steps),
         ("Lag of storage", "Steps between training and the newest generation in storage.", _lag),
         ("Speed", "Steps per second between two entries of the log, replayed steps included.", _speed),
-        ("Overhead", "Share of the time that the training thread spent on checkpoints since its start.", _overhead),
+        ("Goodput", "Where the time has gone: parts of the wall time since the first process began.", _goodput),
     ]
     return [f"<h2>{title}</h2>{_figure(draw, axis, title, caption)}" for title, caption, draw in drawn]
 
@@ -153,7 +156,7 @@ def _figure(draw: _Draw, axis: _Axis, title: str, caption: str) -> str:
     figure = Figure(figsize=(9, 2.8), layout="constrained")
     axes = figure.add_subplot()
     draw(axes, axis)
-    figure.legend(title="incarnation", loc="outside right upper", frameon=False, fontsize="small")
+    figure.legend(title="part" if draw is _goodput else "incarnation", loc="outside right upper", frameon=False, fontsize="small")
     for at in axis.starts:
         axes.axvline(at, color="#a0aec0", linestyle="--", linewidth=1)
     axes.set_xlim(left=0)
@@ -198,10 +201,15 @@ def _lag(axes: Any, axis: _Axis) -> None:
     _lines(axes, axis, lambda samples: [sample.step - (sample.stored or 0) for sample in samples], "steps")
 
 
-def _overhead(axes: Any, axis: _Axis) -> None:
-    _lines(
-        axes, axis, lambda samples: [1e2 * sample.overhead_seconds / (sample.seconds or 1) for sample in samples], "%"
-    )
+def _goodput(axes: Any, axis: _Axis) -> None:
+    samples = [sample for each in axis.incarnations for sample in each.samples if sample.goodput.wall]
+    parts = [part for part in PARTS if any(getattr(sample.goodput, part) for sample in samples)]
+    values = [[getattr(sample.goodput, part) / axis.unit for sample in samples] for part in parts]
+    if parts:
+        colours = [_PART_COLOURS[PARTS.index(part)] for part in parts]
+        axes.stackplot(axis.times(samples), *values, labels=parts, colors=colours)
+    axes.set_ylabel(axis.name)
+    axes.set_ylim(bottom=0)
 
 
 def _speed(axes: Any, axis: _Axis) -> None:
@@ -289,10 +297,8 @@ def figures(found: RunProgress) -> dict[str, str]:
         said["storage"] = (
             f"step {found.stored}, {found.lag_steps} behind" if found.lag_steps > 0 else f"step {found.stored}"
         )
-    if found.overhead_share is not None:
-        said["overhead"] = f"{found.overhead_share:.1%} of the time of the training thread"
-    if found.goodput is not None:
-        said["goodput"] = f"{found.goodput:.0%} of the time since the first start"
+    if found.goodput is not None and found.goodput.wall:
+        said["goodput"] = f"{found.goodput.share:.1%} of {time_text(found.goodput.wall)}{_losses(found.goodput)}"
     starts = len(found.incarnations)
     if starts:
         lost = "1 step was" if found.lost_steps == 1 else f"{found.lost_steps} steps were"
@@ -307,6 +313,13 @@ def figures(found: RunProgress) -> dict[str, str]:
     number = len(found.generations)
     said["stored"] = f"{number} generation{'s' * (number != 1)}, {size_text(stored)}"
     return said
+
+
+def _losses(goodput: Goodput) -> str:
+    """Return the parts that are lost, the largest first, in words."""
+    shares = sorted(goodput.shares().items(), key=lambda each: -each[1])
+    lost = [f"{name} {share:.1%}" for name, share in shares if name != "productive" and share >= 5e-4]
+    return f"; {', '.join(lost)}" if lost else ""
 
 
 def _ranks(places: Sequence[NewestStep]) -> Table:
@@ -335,8 +348,7 @@ def _cells(place: NewestStep | None) -> tuple[str, str]:
 
 
 def _starts(incarnations: Sequence[Incarnation]) -> Table:
-    titles = ("incarnation", "began", "from step", "reached", "steps/s", "overhead", "restored in")
-    table = plain_table(*titles, right=titles, title="Starts")
+    table = plain_table(*_START_TITLES, right=_START_TITLES, title="Starts")
     for incarnation in incarnations[-_MOST_STARTS:]:
         table.add_row(*start_cells(incarnation))
     return table
@@ -348,7 +360,7 @@ def start_cells(each: Incarnation) -> list[str]:
     began = "?" if each.opened is None else time.strftime("%m-%d %H:%M:%S", time.localtime(each.opened))
     resumed = "-" if each.resumed_from is None else str(each.resumed_from)
     rate = "" if last is None or not last.seconds else f"{last.steps / last.seconds:.2f}"
-    overhead = "" if last is None or not last.seconds else f"{last.overhead_seconds / last.seconds:.1%}"
+    goodput = f"{each.goodput.share:.1%}" if each.goodput.wall else ""
     restored = each.figures.get("restore_seconds")
     took = time_text(restored) if isinstance(restored, float) and each.resumed_from is not None else ""
-    return [str(each.number), began, resumed, "?" if each.reached is None else str(each.reached), rate, overhead, took]
+    return [str(each.number), began, resumed, "?" if each.reached is None else str(each.reached), rate, goodput, took]

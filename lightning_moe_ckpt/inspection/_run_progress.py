@@ -7,7 +7,6 @@ rates are means between two entries.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,9 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from lightning_moe_ckpt.goodput import Goodput
 from lightning_moe_ckpt.inspection._shared_memory import Leftover, leftovers
+from lightning_moe_ckpt.process import read_account
 from lightning_moe_ckpt.storage import RunView, StoredGeneration
 from lightning_moe_ckpt.storage._open import memory_tag
 from lightning_moe_ckpt.storage._view import LogEvent
@@ -39,7 +40,8 @@ class Sample:
     """Newest boundary in storage."""
     seconds: float
     """Seconds since the first batch of this incarnation."""
-    overhead_seconds: float
+    goodput: Goodput
+    """Parts of the run's wall time so far; of an older release all zero."""
     steps: int
     """Taken in this incarnation, replayed ones included."""
     nbytes_captured: int
@@ -63,12 +65,11 @@ class Incarnation:
         return self.samples[-1].step if self.samples else self.resumed_from
 
     @property
-    def step_seconds(self) -> float | None:
-        """Seconds of a step, without the time of checkpoints on the training thread."""
-        last = self.samples[-1] if self.samples else None
-        if last is None or last.steps == 0 or last.seconds <= last.overhead_seconds:
-            return None
-        return (last.seconds - last.overhead_seconds) / last.steps
+    def goodput(self) -> Goodput:
+        """Parts of this start alone, as of its newest entry, the time since the last sign of life of the start before included."""
+        measured = self.figures.get("measured")
+        own = measured.get("own") if isinstance(measured, Mapping) else None
+        return Goodput.read(own) if isinstance(own, Mapping) else Goodput()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,10 +102,9 @@ class RunProgress:
     steps_per_second: float | None
     nbytes_per_second: float | None
     """Captured bytes per second; storage gets less where generations are skipped."""
-    overhead_share: float | None
     eta_seconds: float | None
-    goodput: float | None
-    """Time that the steps so far take without failures and checkpoints, as a share of the time since the first start."""
+    goodput: Goodput | None
+    """Parts of the run's wall time up to the newest entry of the log; `None` without one."""
     lost_steps: int
     """Steps that were taken again after a restart, as far as the log shows."""
     incarnations: tuple[Incarnation, ...]
@@ -117,7 +117,8 @@ class RunProgress:
         """Return JSON values; `ls` lists the stored generations."""
         whole = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "generations"}
         starts = [{**asdict(incarnation), "reached": incarnation.reached} for incarnation in self.incarnations]
-        return whole | {"incarnations": starts, "places": [asdict(place) for place in self.places]}
+        parts = None if self.goodput is None else {"share": self.goodput.share, **asdict(self.goodput)}
+        return whole | {"goodput": parts, "incarnations": starts, "places": [asdict(place) for place in self.places]}
 
 
 class Follower:
@@ -175,7 +176,7 @@ def _sample(incarnation: int, at: float, figures: Mapping[str, Any]) -> Sample:
         step=int(figures["step"]),
         stored=stored if isinstance(stored, int) else None,
         seconds=_number(figures.get("seconds")) or 0.0,
-        overhead_seconds=_number(figures.get("overhead_seconds")) or 0.0,
+        goodput=Goodput() if (account := read_account(figures)) is None else account.goodput,
         steps=int(_number(figures.get("steps")) or 0),
         nbytes_captured=int(_number(figures.get("nbytes_captured")) or 0),
     )
@@ -245,9 +246,8 @@ def _progress(
         lag_steps=None if step is None or stored is None else step - stored,
         steps_per_second=rate,
         nbytes_per_second=captured,
-        overhead_share=_overhead(newest),
         eta_seconds=left / rate if left is not None and rate and not quiet and not finished else None,
-        goodput=_goodput(incarnations),
+        goodput=max((each.goodput for start in incarnations for each in start.samples), key=_wall, default=None),
         lost_steps=_lost(incarnations),
         incarnations=incarnations,
         places=tuple(places),
@@ -269,11 +269,6 @@ def _rates(newest: Incarnation | None) -> tuple[float | None, float | None]:
     return (last.steps - first.steps) / seconds, (last.nbytes_captured - first.nbytes_captured) / seconds
 
 
-def _overhead(newest: Incarnation | None) -> float | None:
-    last = newest.samples[-1] if newest is not None and newest.samples else None
-    return last.overhead_seconds / last.seconds if last is not None and last.seconds else None
-
-
 def _lost(incarnations: Sequence[Incarnation]) -> int:
     return sum(
         max(0, (before.reached or 0) - (after.resumed_from or 0))
@@ -282,19 +277,8 @@ def _lost(incarnations: Sequence[Incarnation]) -> int:
     )
 
 
-def _goodput(incarnations: Sequence[Incarnation]) -> float | None:
-    """Return net steps times the seconds of a bare step, over the time from the first start to the newest entry."""
-    costs = [cost for incarnation in incarnations if (cost := incarnation.step_seconds) is not None]
-    opened = [incarnation.opened for incarnation in incarnations if incarnation.opened is not None]
-    last = max(
-        (incarnation.samples[-1] for incarnation in incarnations if incarnation.samples),
-        key=lambda s: s.unix_time,
-        default=None,
-    )
-    if not costs or not opened or last is None or last.unix_time <= opened[0]:
-        return None
-    net = last.step - (incarnations[0].resumed_from or 0)
-    return max(0.0, min(1.0, net * statistics.median(costs) / (last.unix_time - opened[0])))
+def _wall(goodput: Goodput) -> float:
+    return goodput.wall
 
 
 def _silence(now: float, incarnations: Sequence[Incarnation], places: Sequence[NewestStep]) -> float | None:

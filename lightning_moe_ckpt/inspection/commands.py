@@ -54,6 +54,7 @@ from lightning_moe_ckpt.inspection._export import export as write_files
 from lightning_moe_ckpt.inspection._import import import_run
 from lightning_moe_ckpt.inspection._plan_view import planned
 from lightning_moe_ckpt.inspection._progress_views import follow, progress_now, write_page
+from lightning_moe_ckpt.inspection._run_profile import write_profile
 from lightning_moe_ckpt.inspection._run_progress import Follower
 from lightning_moe_ckpt.inspection._verify import Verdict
 from lightning_moe_ckpt.inspection._verify import verify as read_everything
@@ -295,6 +296,12 @@ def top(*, once: bool, as_json: bool, **others: Any) -> int:
 def report(backend: Backend, *, out: Path, force: bool) -> Answer:
     """Write a page about the run."""
     return write_page(RunView.open(backend), out, force=force)
+
+
+@_of_run
+def profile(backend: Backend, *, out: Path, given: Sequence[tuple[str, object]], force: bool) -> Answer:
+    """Write what the run has measured, for simulations and plans."""
+    return write_profile(RunView.open(backend), out, given, force=force)
 
 
 def doctor(*, url: str | None, as_json: bool, storage_option: Sequence[tuple[str, object]], **job: Any) -> int:

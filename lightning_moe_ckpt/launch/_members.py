@@ -76,12 +76,13 @@ class Member:
             with suppress(OSError):  # it has ended, or it was stopped and does not read: that is found out otherwise
                 self.connection.send(encode(message), socket.MSG_DONTWAIT)
 
-    def place(self, environment: dict[str, str], incarnation: int) -> None:
-        """Send the process its place; the process has waited for it since connecting."""
+    def place(self, environment: dict[str, str], incarnation: int, noticed: float) -> None:
+        """Send the process its place, and when the newest failure was `noticed`; it has waited for this since connecting."""
         if self.connection is not None:
             with suppress(OSError):
                 socket.send_fds(self.connection, [HELLO], [self.heartbeat.descriptor])
-            self.send({"place": environment, "incarnation": incarnation, "replacement": self.replacement})
+            place = {"place": environment, "incarnation": incarnation, "replacement": self.replacement}
+            self.send(place | {"noticed": noticed})
 
     def kill(self, why: str = "") -> None:
         """End the process and its children."""

@@ -23,8 +23,8 @@ A supervisor and a rank of its node exchange lines of JSON over a socket, and ma
                           {"cannot_rejoin": why}                                            ranks start together or not at all
                           {"over": why}                                                     the job is to end
                           {"leaves": prefix of files, "url": ..., "storage_option": ...}    memory that the job's end must not lose
-    supervisor -> rank    {"place": environment, "incarnation": ..., "replacement": ...}    first, with the page
-                          {"failed": incarnation, "rank": ..., "why": ...}
+    supervisor -> rank    {"place": environment, "incarnation": ..., "replacement": ..., "noticed": ...}    first, with the page
+                          {"failed": incarnation, "rank": ..., "why": ..., "at": seconds since 1970}
                           {"formed": incarnation, "prefix": ...}                            all ranks have arrived
 
 The socket's name is in the ranks' environment, in Linux's abstract namespace: nothing is left in the file system.
@@ -95,6 +95,8 @@ class Supervised:
             raise _lost()
         os.environ.update(place["place"])
         os.environ.pop(SPARE, None)
+        self.noticed: float = place["noticed"]
+        """Time at which the supervisor has noticed the newest failure, in seconds since 1970; 0 for none."""
         self._newest: int = place["incarnation"]
         self.incarnation = self._newest
         """Incarnation that this process has joined, or is to join first."""
@@ -247,7 +249,7 @@ class Supervised:
             else:
                 failure = RankFailure(message["failed"], message["rank"], message["why"])
                 self._failures[failure.incarnation] = failure
-                self._newest = max(self._newest, failure.incarnation + 1)
+                self._newest, self.noticed = max(self._newest, failure.incarnation + 1), message["at"]
                 self._call_abort()
             self._changed.notify_all()
 

@@ -3,9 +3,8 @@
 from lightning_moe_ckpt.metrics._checkpoint import TIERS as TIERS
 from lightning_moe_ckpt.metrics._checkpoint import CapturedPerStep as CapturedPerStep
 from lightning_moe_ckpt.metrics._checkpoint import Generations as Generations
+from lightning_moe_ckpt.metrics._checkpoint import GoodputShare as GoodputShare
 from lightning_moe_ckpt.metrics._checkpoint import PersistedPerSecond as PersistedPerSecond
-from lightning_moe_ckpt.metrics._checkpoint import StallPerStep as StallPerStep
-from lightning_moe_ckpt.metrics._checkpoint import StallShare as StallShare
 from lightning_moe_ckpt.metrics._checkpoint import WindowPosition as WindowPosition
 from lightning_moe_ckpt.metrics._tokens import ExpertLoad as ExpertLoad
 from lightning_moe_ckpt.metrics._tokens import ExpertsTaken as ExpertsTaken

@@ -1,14 +1,14 @@
 """Cost and progress of checkpoints, as metrics of torchmetrics.
 
 `update` takes what happened since the last update, such as the difference of two `CheckpointCallback.report`, or the
-newest value. Over ranks, bytes are summed. Of blocked time the maximum counts, because all ranks wait for the slowest.
-A generation is as new as on the rank that is furthest behind. Keyword arguments are those of `torchmetrics.Metric`.
+newest value. Over ranks, bytes are summed, and shares of time averaged. A generation is as new as on the rank that is furthest behind. Keyword arguments are those of `torchmetrics.Metric`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from dataclasses import astuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.goodput import PARTS, Goodput
 
 TIERS = ("host", "peer", "storage")
 """Places that hold generations, from the fastest to the safest."""
@@ -33,17 +34,15 @@ class _Checkpoint(Metric):
 
 
 class _Ratio(_Checkpoint):
-    """A sum divided by another sum; NaN while the divisor is zero."""
+    """Bytes of all ranks divided by a base that all have alike; NaN while the base is zero."""
 
-    over_ranks: ClassVar[Literal["max", "sum"]]
-    """How the numerators of the ranks are combined."""
-    dtype_of_amount: ClassVar[torch.dtype] = torch.float64
+    higher_is_better = None
     amount: Tensor
     base: Tensor
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.add_state("amount", torch.zeros((), dtype=self.dtype_of_amount), dist_reduce_fx=self.over_ranks)
+        self.add_state("amount", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
         self.add_state("base", torch.zeros((), dtype=torch.float64), dist_reduce_fx="max")
 
     def _add(self, amount: float, base: float, names: str) -> None:
@@ -58,34 +57,8 @@ class _Ratio(_Checkpoint):
         return self.amount.double() / self.base
 
 
-class StallPerStep(_Ratio):
-    """Mean seconds per step for which checkpoints blocked training, on the rank that waited longest."""
-
-    over_ranks = "max"
-
-    @override
-    def update(self, stall_seconds: float, steps: int = 1) -> None:
-        """Add the waiting time of `steps` steps. Raises `ValueError` if a number is negative."""
-        self._add(stall_seconds, steps, "stall_seconds, steps")
-
-
-class StallShare(_Ratio):
-    """Share of wall time (0 to 1) for which checkpoints blocked training, on the rank that waited longest."""
-
-    over_ranks = "max"
-
-    @override
-    def update(self, stall_seconds: float, seconds: float) -> None:
-        """Add `stall_seconds` of waiting within `seconds` of wall time. Raises `ValueError` if a number is negative."""
-        self._add(stall_seconds, seconds, "stall_seconds, seconds")
-
-
 class CapturedPerStep(_Ratio):
     """Bytes copied to host memory per step, by all ranks together."""
-
-    higher_is_better = None
-    over_ranks = "sum"
-    dtype_of_amount = torch.int64
 
     @override
     def update(self, nbytes: int, steps: int = 1) -> None:
@@ -97,13 +70,33 @@ class PersistedPerSecond(_Ratio):
     """Bytes that became durable per second of wall time, of all ranks together."""
 
     higher_is_better = True
-    over_ranks = "sum"
-    dtype_of_amount = torch.int64
 
     @override
     def update(self, nbytes: int, seconds: float) -> None:
         """Add this rank's bytes that became durable within `seconds` of wall time. Raises `ValueError` if a number is negative."""
         self._add(nbytes, seconds, "nbytes, seconds")
+
+
+class GoodputShare(_Checkpoint):
+    """Shares of a run's wall time (0 to 1) by what it went to, the mean of all ranks: `goodput` is the productive one."""
+
+    higher_is_better = True
+    seconds: Tensor
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.add_state("seconds", torch.zeros(len(PARTS), dtype=torch.float64), dist_reduce_fx="mean")
+
+    @override
+    def update(self, goodput: Goodput) -> None:
+        """Replace what was seen before, such as by `CheckpointCallback.report.goodput`."""
+        self.seconds.copy_(torch.tensor(astuple(goodput), dtype=torch.float64))
+
+    @override
+    def compute(self) -> dict[str, Tensor]:
+        """Return `goodput` and `goodput/<part>`, float64 scalars whose parts add up to 1; NaN before the first update."""
+        shares = dict(zip(PARTS, self.seconds / self.seconds.sum(), strict=True))
+        return {"goodput": shares["productive"].clone(), **{f"goodput/{name}": share for name, share in shares.items()}}
 
 
 class WindowPosition(_Checkpoint):

@@ -3,6 +3,11 @@
 Internal: may change in any version.
 """
 
+from lightning_moe_ckpt.process._account import ACCOUNT_NBYTES as ACCOUNT_NBYTES
+from lightning_moe_ckpt.process._account import Balance as Balance
+from lightning_moe_ckpt.process._account import Origin as Origin
+from lightning_moe_ckpt.process._account import RunAccount as RunAccount
+from lightning_moe_ckpt.process._account import read_account as read_account
 from lightning_moe_ckpt.process._heap import FrozenHeap as FrozenHeap
 from lightning_moe_ckpt.process._heap import collections_paused as collections_paused
 from lightning_moe_ckpt.process._stall import HookClock as HookClock

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
+import time
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
+from lightning_moe_ckpt.coordination import Exchange
+from lightning_moe_ckpt.errors import StorageError
 from lightning_moe_ckpt.journal import Journal
 from lightning_moe_ckpt.launch import Supervised
 from lightning_moe_ckpt.planning import Planner
+from lightning_moe_ckpt.process import Balance, HookClock, Origin, RunAccount, read_account
 from lightning_moe_ckpt.recovery import (
     Frozen,
     Replay,
@@ -53,6 +57,7 @@ class OpenRun:
     tiers: Tiers
     dense: DenseCapture
     capture: CaptureSession
+    account: RunAccount
 
     def memory_is_superseded(self, *, ask: bool = False) -> bool:
         """Return whether no restart needs this rank's memory; `ask` storage, or go by generations known here."""
@@ -67,6 +72,7 @@ class OpenRun:
         """End all threads, and release the backend and memory, superseded memory for good unless `keep_memory`."""
         self.capture.close()
         self.tiers.close()
+        self.account.close()
         self.tiers.release(unlink=not keep_memory and self.memory_is_superseded(ask=True))
         self.opener.close()
 
@@ -81,11 +87,13 @@ class Restoring(NamedTuple):
     """Replay of its steps; `None` where the live state is kept."""
 
 
-def open_run(job: SessionJob, planner: Planner, *, load: bool) -> tuple[OpenRun, Restoring | None]:
+def open_run(job: SessionJob, planner: Planner, clock: HookClock, *, load: bool) -> tuple[OpenRun, Restoring | None]:
     """Open the run and make its parts, with one worker per tier, in the same order on all ranks; and begin to `load`. Collective.
 
     Where constants change what trains, another planner takes the place of `planner`. Ranks may differ in `load`, see `Planner.settle`.
+    `clock` has the time in hooks.
     """
+    began, supervised = time.monotonic(), Supervised.from_environment()
     config, policy, view, groups, exchange = job.config, job.policy, job.view, job.groups, job.exchange
     identity = Identity.of_job(job.operators, view, groups, job.autocast_dtype, exchange)
     opener = RunOpener(config.url, config.storage_options, exchange, groups, bandwidth=config.bandwidth)
@@ -104,7 +112,7 @@ def open_run(job: SessionJob, planner: Planner, *, load: bool) -> tuple[OpenRun,
                 only_tag=config.densify,
             ),
         )
-        if (supervised := Supervised.from_environment()) is not None:
+        if supervised is not None:
             files = shared_directory() / f"moe-ckpt-{os.getuid()}-{opener.claim.tag}-"
             supervised.leaves(str(files), opener.store.url, config.storage_options)
         resumed, stored = (None, None) if found is None else (found.generation, found.policy)
@@ -121,6 +129,9 @@ def open_run(job: SessionJob, planner: Planner, *, load: bool) -> tuple[OpenRun,
             nbytes, older = planner.sizes.dense_nbytes, not policy.exact or policy.chains is not None
             memory = claim_memory(opener.claim, groups.rank, resumed, dense_nbytes=nbytes, older=older)
             failed.callback(memory.close, unlink=False)  # another rank may fail here, or while tiers are joined
+        origin = Origin.here(0.0 if supervised is None else supervised.noticed)
+        account = RunAccount(clock, *_known_of_the_run(opener, memory, origin, exchange), began)
+        memory.on_ring = lambda ring: account.move(ring.account)
         restoring = None
         if found is not None and load:  # its bytes travel while tiers are joined
             layout, replay = replay_of(
@@ -131,9 +142,23 @@ def open_run(job: SessionJob, planner: Planner, *, load: bool) -> tuple[OpenRun,
             restoring = Restoring(layout, replay.journals[0]["outcome"], replay)
         elif found is not None:  # exchanges as above, with ranks that load
             restoring = Restoring(*follow_found(found, view, groups, exchange))
-        run = _joined(job, opener, found, planner=planner, memory=memory, markers=markers)
+        run = _joined(job, opener, found, planner=planner, memory=memory, markers=markers, account=account)
+        measured, reached = run.tiers.governor.measured, None if found is None else found.generation.step
+        account.begin(reached, 0 if found is None else found.first_step, measured)
         failed.pop_all()
     return run, restoring
+
+
+def _known_of_the_run(
+    opener: RunOpener, memory: RankMemory, origin: Origin, exchange: Exchange
+) -> tuple[list[Balance], list[Origin]]:
+    """Return all accounts of earlier incarnations, in memory and in the log, and what ranks know of their starts. Collective."""
+    accounts = memory.accounts
+    if exchange.is_coordinator:
+        with suppress(StorageError):  # for people only: what memory has is newer where it is there
+            accounts += [found for found in [read_account(opener.store.told())] if found is not None]
+    rows = cast("list[Any]", exchange.gather_values([list(origin), [account.plain() for account in accounts]]))
+    return [Balance.of(each) for _, each_of in rows for each in each_of], [Origin(*row) for row, _ in rows]
 
 
 def _joined(
@@ -144,6 +169,7 @@ def _joined(
     planner: Planner,
     memory: RankMemory,
     markers: Markers,
+    account: RunAccount,
 ) -> OpenRun:
     """Make the tiers' workers, and all that captures for them."""
     policy, is_first = job.policy, job.exchange.is_coordinator
@@ -171,4 +197,5 @@ def _joined(
         *(job, opener, found, planner, memory, storage, tiers),
         dense=DenseCapture(job, name=opener.name, worker=storage, plans=planner),
         capture=CaptureSession(job, name=opener.name, tiers=tiers, plans=planner, rings=Rings(memory, job.engine)),
+        account=account,
     )

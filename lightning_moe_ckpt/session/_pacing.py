@@ -26,6 +26,7 @@ Source: CheckFreq (2021), Sec. 4.3; we differ in measuring tiers apart from capt
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from bisect import bisect
 from collections import deque
@@ -33,7 +34,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from enum import IntEnum
 from itertools import chain
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.process import Overhead
@@ -282,6 +283,8 @@ class MeasuredSteps:
         self._waiting: deque[tuple[bool, int, float]] = deque(maxlen=_WAITING_STEPS)
         """Steps to be compared: whether captures worked, bits of the tiers at work, and seconds outside of hooks."""
         self.steps, self.seconds, self.hooks, self.window_nbytes = 0, 0.0, 0.0, 0
+        self.slowed = 0.0
+        """Seconds by which steps were longer while captures and tiers worked."""
         self._marks: list[tuple[float, float]] = [(0.0, 0.0)]
         """Past states of the account: seconds of training, and seconds that checkpoints had cost."""
 
@@ -335,11 +338,12 @@ class MeasuredSteps:
             captures.longer.append(more)
         through_captures = (more if not touched else captures.longer.mean()) if captured else 0.0
         captures.seconds += through_captures
-        share = (more - through_captures) / max(1, touched.bit_count())
+        share, self.slowed = (more - through_captures) / max(1, touched.bit_count()), max(0.0, captures.seconds)
         for index, tier in enumerate(self.tiers):
             if touched >> index & 1:
                 tier.longer.append(share)
                 tier.seconds += share
+            self.slowed += max(0.0, tier.seconds)
 
     def costs(self, target: float) -> Costs:
         """Return this rank's costs; `owed` is in view of the `target`."""
@@ -357,7 +361,19 @@ class MeasuredSteps:
 
     @property
     def _cost(self) -> float:
-        return self.hooks + max(0.0, self.captures.seconds) + sum(max(0.0, tier.seconds) for tier in self.tiers)
+        return self.hooks + self.slowed
+
+    def figures(self) -> dict[str, Any]:
+        """Return the measured figures of steps for the run's log: means in seconds, noise as a part, `slowed` in all, by tier."""
+        basis, captures = self._basis, self.captures
+        spread = statistics.pstdev(basis) / basis.mean if len(basis) > 1 and basis.mean else 0.0
+        return {
+            "step_seconds": basis.mean if len(basis) >= _SOME_STEPS else None,
+            "step_noise": spread,
+            "hooks_quiet_seconds": self._base.mean() if self._base else None,
+            "hooks_captured_seconds": captures.hooks.mean() if captures.hooks else None,
+            "slowed_seconds": {"host": captures.seconds, **{tier.worker.name: tier.seconds for tier in self.tiers}},
+        }
 
     def shares(self) -> tuple[float, dict[str, float], float]:
         """Return the shares of hooks, of tiers, and of all in the second half of training, as in `Overhead`."""

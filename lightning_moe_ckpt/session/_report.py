@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
 from lightning_moe_ckpt._units import size_text, time_text
+from lightning_moe_ckpt.goodput import Goodput
 from lightning_moe_ckpt.native import BubbleFigures
 from lightning_moe_ckpt.planning import LossFigures
 from lightning_moe_ckpt.process import HookClock, Overhead
@@ -77,6 +78,8 @@ class Report:
     """Seconds from the start of `fit` to the first loaded slot."""
     overhead: Overhead
     """Shares of training's time, with the slowdown by tiers; replayed steps and the first steps do not count."""
+    goodput: Goodput = field(default_factory=Goodput)
+    """Parts of the run's wall time over all its starts so far, as far as this rank knows; `goodput.share` is the productive part."""
     deltas: DeltaFigures | None = None
     """Bytes sent to other nodes, where gradients may be sent for experts that stay chosen."""
     redundancy: RedundancyFigures | None = None
@@ -114,19 +117,9 @@ class Report:
         return sum(self.device_stall_seconds.values()) / max(1, self.steps)
 
     @property
-    def checkpoint_share(self) -> float:
-        """Part of the wall time that the training thread waited for checkpoints."""
-        return sum(self.stall_seconds.values()) / self.seconds if self.seconds else 0.0
-
-    @property
     def overhead_seconds_per_step(self) -> float:
         """Mean time of the training thread in our hooks per optimizer step."""
         return self.overhead_seconds / max(1, self.steps)
-
-    @property
-    def overhead_share(self) -> float:
-        """Part of the wall time that the training thread spent in our hooks."""
-        return self.overhead_seconds / self.seconds if self.seconds else 0.0
 
     @property
     def costs(self) -> str:
@@ -134,7 +127,7 @@ class Report:
         device = f"; the device stood still for {self.device_stall_seconds_per_step * 1e3:.2f} ms"
         return (
             f"checkpoints took {self.overhead_seconds_per_step * 1e3:.2f} ms of the training thread per step "
-            f"({self.overhead_share * 1e2:.1f} % of the time), of which it waited "
+            f"({self.overhead.hooks * 1e2:.1f} % of the time), of which it waited "
             f"{self.stall_seconds_per_step * 1e3:.2f} ms{device if self.device_stall_seconds else ''}"
         )
 
@@ -163,8 +156,9 @@ class Report:
                 [f"{self.generations_complete} whole, {self.generations_committed} stored", *lost]
             ),
             "shared memory": ", ".join(f"{k} {size_text(n)}" for k, n in self.reserved_nbytes.items()) or "none",
-            "cost": f"{self.overhead_seconds_per_step * 1e3:.2f} ms per step, {self.overhead_share:.1%} of the time, of which "
+            "cost": f"{self.overhead_seconds_per_step * 1e3:.2f} ms per step, {self.overhead.hooks:.1%} of the time, of which "
             f"it waited {self.stall_seconds_per_step * 1e3:.2f} ms",
+            "goodput": f"{self.goodput.share:.1%} of {time_text(self.goodput.wall)}, over all starts",
         }
         if self.bubbles is not None:
             lines["bubbles"] = f"{self.bubbles.seconds * 1e3:.1f} ms per step; {self.bubbles.verdict}"
@@ -219,4 +213,27 @@ def run_figures(run: OpenRun) -> dict[str, Any]:
         "restored_from": found.restored_from if found is not None else {},
         "missing_experts": tuple(found.chosen.missing) if found is not None else (),
         "replay_steps": len(found.steps) - 1 if found is not None else 0,
+    }
+
+
+def measured_figures(run: OpenRun) -> dict[str, Any]:
+    """Return figures of this incarnation for the log, from which a profile is made; `None` for what is not known.
+
+    Seconds of means: `step_seconds` of a quiet step without hooks, with its relative spread `step_noise`; `hooks_quiet_seconds` and
+    `hooks_captured_seconds` of the training thread in hooks, by step; `repeated_seconds` of a repeated step. `slowed_seconds` has by tier the
+    seconds by which steps were longer in all, and `nbytes` the bytes that this rank has brought there. `capture_nbytes` is the mean of a
+    captured step. `restored_nbytes` has by place what the restore has read.
+    `own` has the parts of goodput since the last sign of life of the start before.
+    """
+    capture, account, found, governor = run.capture, run.account, run.found, run.tiers.governor
+    own, again = account.own(), account.taken_again()
+    return {
+        **governor.measured.figures(),
+        "repeated_seconds": own.repeated / again["repeated"] if again["repeated"] else None,
+        "repeated_steps": again["repeated"],
+        "lost_steps": again["lost"],
+        "capture_nbytes": capture.nbytes_captured / max(1, capture.segments_captured),
+        "nbytes": {"host": capture.nbytes_captured, "storage": run.storage.nbytes_complete},
+        "restored_nbytes": found.restored_from if found is not None else {},
+        "own": {name: round(seconds, 4) for name, seconds in asdict(own).items()},
     }

@@ -16,6 +16,7 @@ from xxhash import xxh3_128_hexdigest
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange, Neighbours
 from lightning_moe_ckpt.errors import CodecError
+from lightning_moe_ckpt.goodput import Goodput
 from lightning_moe_ckpt.journal import UNFIT, Journal, encode
 from lightning_moe_ckpt.native import Bubbles
 from lightning_moe_ckpt.planning import Planner
@@ -24,7 +25,7 @@ from lightning_moe_ckpt.recovery import Repeats, Replay, RestoreSource, load_fou
 from lightning_moe_ckpt.session._dense import DenseTurns
 from lightning_moe_ckpt.session._job import SessionJob
 from lightning_moe_ckpt.session._opening import OpenRun, open_run
-from lightning_moe_ckpt.session._report import Durations, Report, run_figures
+from lightning_moe_ckpt.session._report import Durations, Report, measured_figures, run_figures
 from lightning_moe_ckpt.session._tiers import build_on_stored, report_failures
 from lightning_moe_ckpt.snapshot import Copies, WindowLayout, log_plan
 from lightning_moe_ckpt.tiers import STORAGE
@@ -86,7 +87,7 @@ class CheckpointSession:
         """
         started, job = time.perf_counter(), self.job
         with self._heap.keeping():
-            self._run, restoring = open_run(job, self._planner, load=not stay)
+            self._run, restoring = open_run(job, self._planner, self.clock, load=not stay)
             run = self._run
             self.is_open, self._planner, found = True, run.planner, run.found
             if job.exchange.is_coordinator:
@@ -99,6 +100,7 @@ class CheckpointSession:
                 layout, outcome, replay = restoring
                 if replay is None:
                     self.repeats.go_on(self._take_up(found, layout, outcome), job.groups, job.engine)
+                    run.account.waits()
                 else:
                     start = self._load(found, layout, replay, started)
                 found.segments.clear()  # the replay has them, and lets go of each once it is settled
@@ -161,7 +163,10 @@ class CheckpointSession:
 
     def forward_begins(self, last_step: int | None = None) -> None:
         """Note that a batch runs forward and backward; `last_step` is the planned last step, if any."""
-        self._progress.last_step = last_step
+        account, self._progress.last_step = self._run.account, last_step
+        if account.until < 0:
+            account.passed(account.first)
+        account.note(account.step, time.monotonic() + account.offset, self.clock.ended, account.beside.slowed)
         self._planner.forward_begins(replaying=self.replaying, last_step=last_step)
 
     def fence_gradients(self) -> None:
@@ -217,6 +222,14 @@ class CheckpointSession:
             progress.last_window = step
             outcome = {**outcome, **self._planner.state()}
         capture.capture(step, outcome)
+
+    def stepped(self, step: int) -> None:
+        """Note for the run's account that training has come to boundary `step`, whether it is captured or not."""
+        account = self._run.account
+        account.step = step
+        if step >= account.until:
+            account.passed(step)
+        account.note(step, time.monotonic() + account.offset, self.clock.ended, account.beside.slowed)
 
     def _use(self, layout: WindowLayout) -> None:
         capture = self._run.capture
@@ -318,6 +331,7 @@ class CheckpointSession:
         committed = self.any_rank(exchange.is_coordinator and run.storage.holds(run.opener.name(step)))
         saved = committed or (drained and self._write_dense(step, start, timeout=timeout + began - time.perf_counter()))
         self._durations.end = time.perf_counter() - began
+        run.account.sign()
         level, how = (logging.INFO, "is durable") if saved else (logging.ERROR, "was not stored")
         told = step, how, self._durations.end, timeout
         log.log(level, "the last step, %d, %s after %.2f s (limit: %.0f s)", *told, alike=saved)
@@ -384,7 +398,14 @@ class CheckpointSession:
             "skipped": run.tiers.skipped(),
             "failed": run.tiers.failed(),
             "nbytes_captured": run.capture.nbytes_captured,
+            "goodput": run.account.document(),
+            "measured": measured_figures(run),
         }
+
+    @property
+    def goodput(self) -> Goodput | None:
+        """Parts of the run's wall time so far; `None` before the run is open."""
+        return self._run.account.balance().goodput if self.is_open else None
 
     def neighbours(self) -> Neighbours:
         """Return the processes of all ranks. Collective."""
@@ -437,6 +458,7 @@ class CheckpointSession:
             replay_mismatches=self.repeats.mismatches,
             restore_seconds=durations.restore,
             overhead=overhead,
+            goodput=self._run.account.balance().goodput,
             lost=self._planner.loss_figures(),
             bubbles=self.bubbles.figures(),
         )

@@ -19,7 +19,7 @@ entry there. After each creation the writer therefore looks for entries so much 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -46,6 +46,8 @@ log = rank_logger(__name__)
 
 KEPT_ENTRIES = 1000
 """Newest entries of a log that stay; older ones are deleted, a thousand with one request."""
+_MOST_WITHOUT = 64
+"""Newest entries that are read for figures: starts that ended before their first commit have none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +261,16 @@ class Log:
                 'resume="never".'
             )
         return None
+
+    def figures(self, run_id: str) -> Mapping[str, object]:
+        """Return the newest figures of the run that an entry has, among the newest entries; none without."""
+        for index in range(self._newest, max(-1, self._newest - _MOST_WITHOUT), -1):
+            entry = self._read_entry(index)
+            if entry is not None and entry.history.run_id != run_id:
+                break
+            if entry is not None and isinstance(figures := entry.event.get("figures"), dict) and figures:
+                return figures
+        return {}
 
     def append(self, event: dict[str, object], history: History) -> bool:
         """Create the next entry from an event, see FORMAT.md, and the state after it. Return False if another process took the index first;

@@ -167,6 +167,10 @@ class RunStore:
         """Set the source of figures, JSON values for people, in this job's later log entries. Coordinator only."""
         self._coordinator().figures = figures
 
+    def told(self) -> Mapping[str, object]:
+        """Return the newest figures that a job has told for this run's log; none before. Coordinator only."""
+        return self._coordinator().log.figures(self.run_id)
+
     # Data: any rank, any thread.
 
     def put_segment(self, generation: GenerationId, rank: int, step: int, view: memoryview) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt
+from lightning_moe_ckpt.process import Balance
 from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, GenerationId, SlotClass, digest_of, full_records
 from lightning_moe_ckpt.tiers._ring import SegmentRing
 from lightning_moe_ckpt.tiers._ring_state import read_header, read_statement
@@ -90,6 +91,8 @@ class RankMemory:
         self._directory = directory if directory is not None else shared_directory()
         self.ring: SegmentRing | None = None
         """Ring in use."""
+        self.on_ring: Callable[[SegmentRing], object] = lambda _: None
+        """Called with each ring that is put into use."""
         self._kept: list[SegmentRing] = []
         self._of_gone: list[SegmentRing] = []
         """Rings and copies of ranks that this incarnation does not have, until the generation in them is not needed."""
@@ -111,6 +114,12 @@ class RankMemory:
         rings = [*self._all(), *self._of_gone]
         markers = sorted((marker for ring in rings for marker in ring.markers), key=lambda each: each.generation)
         return {record.operator: marker.generation for marker in markers for _, record in full_records(marker)}
+
+    @property
+    def accounts(self) -> list[Balance]:
+        """Accounts that earlier processes of this rank have left here."""
+        rings = [*self._all(), *self._of_gone, *self._offered]
+        return [found for ring in rings if (found := Balance.read(bytes(ring.account))) is not None]
 
     @property
     def nbytes(self) -> int:
@@ -194,6 +203,7 @@ class RankMemory:
             raise
         self.ring.keep, self.ring.seen, self.ring.experts = keep, self._seen, experts
         self.ring.lay(block)
+        self.on_ring(self.ring)
         return self.ring
 
     def renew(self) -> SegmentRing:
@@ -217,6 +227,7 @@ class RankMemory:
         self.ring = self._create(lost.slot_nbytes, lost.num_slots, lost.header.small)
         self.ring.keep, self.ring.seen, self.ring.experts = lost.keep, self._seen, lost.experts
         self.ring.lay(lost.block)
+        self.on_ring(self.ring)
         log.warning(
             "the name of ring %s was removed by something else; %s takes its place. Keep what tidies up %s, and logouts "
             "(`RemoveIPC=yes`), away from `moe-ckpt-*`",

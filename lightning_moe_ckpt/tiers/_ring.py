@@ -35,6 +35,7 @@ from collections.abc import Hashable, Sequence
 from itertools import chain, filterfalse
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +43,7 @@ from torch import Tensor
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.errors import Corrupt, RingFull
+from lightning_moe_ckpt.process import ACCOUNT_NBYTES
 from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, GenerationId, MemoryMarker, RankMarker, RingHeader, SlotClass
 from lightning_moe_ckpt.tiers._ring_state import (
     PAGE_NBYTES,
@@ -153,6 +155,13 @@ class SegmentRing(ExpertCopies):
         """All slots as a uint8 tensor, e.g. to register with a device."""
         assert self._memory is not None, "the ring is closed"
         return self._memory
+
+    @property
+    def account(self) -> memoryview:
+        """Last bytes of the header's page, the account of the process that owns the ring. Readers of the header pass them over."""
+        assert self._file is not None
+        page: Any = self._file.memory[RING_HEADER_NBYTES - ACCOUNT_NBYTES : RING_HEADER_NBYTES].numpy()
+        return memoryview(page)
 
     @property
     def usage(self) -> str:

@@ -36,6 +36,7 @@ from lightning_moe_ckpt.errors import (
     NoUsableGeneration,
     StorageRefused,
 )
+from lightning_moe_ckpt.goodput import Goodput
 from lightning_moe_ckpt.fit._limits import refuse_unsupported
 from lightning_moe_ckpt.inspection import export
 from lightning_moe_ckpt.inspection._export import Export
@@ -132,7 +133,7 @@ def test_the_report_of_a_fit_that_never_began_is_empty(tmp_path: Path) -> None:
         fit(checkpoint, steps=5, module=StopsInSetup())
     assert not checkpoint.report.began
     assert (checkpoint.report.steps, checkpoint.report.resumed_from, checkpoint.report.generations) == (0, None, {})
-    assert checkpoint.report.overhead_share == 0
+    assert checkpoint.report.goodput == Goodput()
     assert str(checkpoint.report) == "no figures: the fit ended before its run was opened"
 
 
@@ -146,7 +147,9 @@ def test_the_report_counts(tmp_path: Path) -> None:
     assert report.generations_committed >= 2
     assert report.nbytes_per_step > report.dense_nbytes / 2 > 0
     assert 0 < report.stall_seconds_per_step < report.overhead_seconds_per_step
-    assert 0 < report.checkpoint_share < report.overhead_share < 1  # waits are a part of what hooks take
+    assert 0 < report.overhead.hooks < 1
+    assert report.goodput.hooks == pytest.approx(report.overhead_seconds, rel=0.2)
+    assert report.goodput.wall > report.seconds > report.goodput.productive > 0
 
 
 def test_hooks_before_the_first_batch_are_outside_of_both_clocks(tmp_path: Path) -> None:

@@ -264,8 +264,9 @@ def test_figures_of_checkpoints_stand_beside_the_load(tmp_path: Path) -> None:
     assert row["moe/generation/storage"] + row["moe/lag_steps/storage"] == 6
     stalls = {name.rpartition("/")[2]: value for name, value in row.items() if name.startswith("moe/stall_seconds/")}
     assert stalls.pop("slowest_rank") == pytest.approx(stalls.pop("all")) == pytest.approx(sum(stalls.values()))
-    share = 3 * sum(stalls.values()) / (now.seconds - before.seconds)
-    assert row["moe/stall_share"] == pytest.approx(share, rel=0.2)
+    parts = {name: share for name, share in row.items() if name.startswith("moe/goodput/")}
+    assert sum(parts.values()) == pytest.approx(1)
+    assert row["moe/goodput"] == parts["moe/goodput/productive"] == pytest.approx(now.goodput.share, rel=0.1)
     for cause, seconds in stalls.items():
         want = (now.stall_seconds[cause] - before.stall_seconds.get(cause, 0.0)) / 3
         assert seconds == pytest.approx(want, abs=1e-3)

@@ -173,7 +173,7 @@ def check_rows(rows: Rows, in_peace: Rows) -> None:
         assert {step: rows[name][step] for step in fresh} == {step: in_peace[name][step] for step in fresh}
     for name in [
         *in_peace,
-        "moe/stall_share",
+        "moe/goodput",
         "moe/window",
         "moe/generation/storage",
         "moe/load_skew/model.model.model.layers.0.mlp",

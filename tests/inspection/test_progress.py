@@ -17,6 +17,7 @@ from lightning.pytorch import Callback, Trainer
 from inspection._runs import Small, train
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint
 from lightning_moe_ckpt.cli import main
+from lightning_moe_ckpt.goodput import PARTS
 from lightning_moe_ckpt.inspection import _answers, _progress_views
 from lightning_moe_ckpt.inspection._progress_views import page_of
 from lightning_moe_ckpt.inspection._run_progress import Follower
@@ -49,7 +50,9 @@ def test_top_says_how_far_a_run_is(restarted: str, capsys: pytest.CaptureFixture
     assert steps == sorted(steps)
     assert steps[-1] == 14
     assert found["lost_steps"] == 0
-    assert 0 < found["goodput"] <= 1
+    parts = found["goodput"]
+    assert 0 < parts["share"] < 1
+    assert parts["startup"] + parts["idle"] + parts["productive"] < sum(map(parts.get, PARTS))
     assert found["steps_per_second"] > 0
     assert found["eta_seconds"] is None
     assert {(place["tier"], place["rank"], place["step"]) for place in found["places"]} == {
@@ -140,9 +143,11 @@ def test_a_report_is_one_page_with_its_plots_in_it(
     links.feed(page)
     assert links.found == []
     assert not re.search(r"url\((?!#)|@import", page)
-    assert page.count("<svg") == page.count("<!-- incarnation -->") == 4, "each plot says which colour is which start"
+    assert page.count("<svg") == 4
+    assert page.count("<!-- incarnation -->") == 3, "each plot says which colour is which start"
+    assert page.count("<!-- part -->") == 1
     words = " ".join(links.text)
-    for said in ("Lag of storage", "Overhead", "14 of 14 (100%)", restarted):
+    for said in ("Lag of storage", "Goodput", "14 of 14 (100%)", restarted):
         assert said in words
     capsys.readouterr()
     assert main(["report", restarted, str(out)]) == 2

@@ -16,28 +16,27 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.goodput import Goodput
 from lightning_moe_ckpt.metrics import (
     CapturedPerStep,
     ExpertLoad,
     Generations,
+    GoodputShare,
     LoadSkew,
     PersistedPerSecond,
-    StallPerStep,
-    StallShare,
     WindowPosition,
 )
 
-RATIOS: list[Callable[[], Metric]] = [StallPerStep, StallShare, CapturedPerStep, PersistedPerSecond]
-ADDED_UP = {CapturedPerStep, PersistedPerSecond}
+RATIOS: list[Callable[[], Metric]] = [CapturedPerStep, PersistedPerSecond]
 Updates = list[tuple[int, int]]
 UPDATES = st.lists(st.tuples(st.integers(0, 10**12), st.integers(1, 10**6)), min_size=1, max_size=5)
 
 
-def by_hand(metric: Callable[[], Metric], ranks: list[Updates]) -> float:
-    """Amounts over the base; of all ranks together, or of the rank with the largest amount."""
+def by_hand(ranks: list[Updates]) -> float:
+    """Amounts of all ranks together over the base."""
     amounts = [sum(amount for amount, _ in updates) for updates in ranks]
     base = max(sum(base for _, base in updates) for updates in ranks)
-    return (sum(amounts) if metric in ADDED_UP else max(amounts)) / base
+    return sum(amounts) / base
 
 
 @pytest.mark.parametrize("metric", RATIOS)
@@ -49,7 +48,7 @@ def test_a_ratio_is_the_sum_over_the_sum(metric: Callable[[], Metric], updates: 
     for amount, base in updates:
         updated.update(amount, base)
         assert forwarded(amount, base).item() == pytest.approx(amount / base)
-    assert updated.compute().item() == pytest.approx(by_hand(metric, [updates]))
+    assert updated.compute().item() == pytest.approx(by_hand([updates]))
     assert torch.equal(forwarded.compute(), updated.compute())
     updated.reset()
     updated.update(0, 0)
@@ -62,7 +61,7 @@ RANKS = [[(7, 2), (1, 3)], [(100, 5)], [(0, 1), (3, 1), (4, 3)]]
 """Three ranks; all have the same base, 5, as steps and wall time do."""
 
 
-def test_ranks_are_added_up_or_the_slowest_counts() -> None:
+def test_ranks_are_added_up() -> None:
     """At three ranks: the same as by hand on each, and every rank goes on with its own state."""
 
     def work(rank: int) -> list[tuple[float, float, dict[str, Any]]]:
@@ -78,9 +77,26 @@ def test_ranks_are_added_up_or_the_slowest_counts() -> None:
 
     for rank, results in enumerate(run_world(3, work)):
         for make, (synced, longer, own) in zip(RATIOS, results, strict=True):
-            assert synced == pytest.approx(by_hand(make, RANKS))
-            assert longer == pytest.approx(by_hand(make, RANKS) / 2)
+            assert synced == pytest.approx(by_hand(RANKS))
+            assert longer == pytest.approx(by_hand(RANKS) / 2)
             assert own["amount"] == [sum(amount for amount, _ in RANKS[rank])]
+
+
+def test_shares_of_the_wall_time_add_up_to_one_over_all_ranks() -> None:
+    """At three ranks, whose accounts differ a little; the newest account replaces the one before."""
+
+    def work(rank: int) -> tuple[dict[str, float], dict[str, float]]:
+        metric = GoodputShare()
+        metric.update(Goodput(idle=99.0))
+        own = metric(Goodput(productive=6.0 + rank, hooks=2.0 - rank, restore=2.0))
+        return own, {name: share.item() for name, share in metric.compute().items()}
+
+    for rank, (own, synced) in enumerate(run_world(3, work)):
+        assert own["goodput"].item() == pytest.approx((6 + rank) / 10)  # type: ignore[attr-defined]
+        assert synced["goodput"] == synced["goodput/productive"] == pytest.approx(0.7)
+        assert (synced["goodput/hooks"], synced["goodput/idle"]) == (pytest.approx(0.1), 0)
+        assert sum(synced.values()) == pytest.approx(1.7)
+    assert math.isnan(GoodputShare().compute()["goodput"].item())
 
 
 def test_a_generation_is_as_new_as_on_the_rank_behind() -> None:
@@ -123,6 +139,7 @@ def test_the_newest_values_replace_the_older_ones() -> None:
 
 FILLED: list[tuple[Callable[[], Metric], tuple[Any, ...]]] = [
     *[(ratio, (10, 4)) for ratio in RATIOS],
+    (GoodputShare, (Goodput(productive=3.0, hooks=1.0),)),
     (WindowPosition, (6, 2)),
     (Generations, (9, {"storage": 6})),
     (lambda: ExpertLoad(3), (torch.tensor([1, 2, 3]),)),
@@ -183,18 +200,18 @@ def test_a_metric_counts_the_same_on_a_gpu() -> None:
 @given(updates=UPDATES)
 def test_a_collection_names_every_figure(updates: Updates) -> None:
     """As `self.log_dict` takes them; metrics that share states do not share what they must not."""
-    collection = MetricCollection([StallShare(), PersistedPerSecond()], compute_groups=False)
+    collection = MetricCollection([CapturedPerStep(), PersistedPerSecond()], compute_groups=False)
     for amount, base in updates:
         collection.update(amount, base)
     values = collection.compute()
-    assert set(values) == {"StallShare", "PersistedPerSecond"}
-    assert values["StallShare"].item() == pytest.approx(by_hand(StallShare, [updates]))
+    assert set(values) == {"CapturedPerStep", "PersistedPerSecond"}
+    assert values["CapturedPerStep"].item() == pytest.approx(by_hand([updates]))
 
 
 def test_impossible_numbers_are_refused() -> None:
     """Quoted with the metric's name."""
-    with pytest.raises(ValueError, match=r"StallShare.update\(stall_seconds, seconds\)` takes no negative number: -1"):
-        StallShare().update(-1, 2)
+    with pytest.raises(ValueError, match=r"CapturedPerStep.update\(nbytes, steps\)` takes no negative number: -1"):
+        CapturedPerStep().update(-1, 2)
     with pytest.raises(ValueError, match=r"window=3, position=4"):
         WindowPosition().update(3, 4)
     with pytest.raises(ValueError, match=r"got \['tape'\], the tiers are \['host', 'peer', 'storage'\]"):

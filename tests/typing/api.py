@@ -31,6 +31,7 @@ from lightning_moe_ckpt import (
     strategy,
     testing,
 )
+from lightning_moe_ckpt.goodput import Goodput
 
 # -- the package, callbacks, strategy
 
@@ -70,7 +71,9 @@ def train(model: LightningModule) -> None:
     assert_type(sparse.report.stall_seconds, dict[str, float])
     assert_type(sparse.report.device_stall_seconds, dict[str, float])
     assert_type(sparse.report.resumed_from, int | None)
-    assert_type(sparse.report.overhead_share, float)
+    assert_type(sparse.report.goodput.share, float)
+    if sparse.goodput is not None:
+        assert_type(sparse.goodput.shares(), dict[str, float])
     assert_type(sparse.report.overhead.share, float)
     assert_type(sparse.report.overhead.tiers, dict[str, float])
     assert_type(monitor.latest, dict[str, float])
@@ -136,9 +139,9 @@ def measure(counts_E: Tensor, report: Mapping[str, int]) -> dict[str, Tensor]:
     load.update(counts_E)
     assert_type(skew.compute(), Tensor)
     assert_type(load.compute(), Tensor)
-    stall, share = metrics.StallPerStep(), metrics.StallShare()
-    stall.update(0.1, steps=2)
-    share.update(0.1, seconds=2.0)
+    share = metrics.GoodputShare()
+    share.update(Goodput(productive=9.0, hooks=1.0))
+    assert_type(share.compute(), dict[str, Tensor])
     captured, persisted = metrics.CapturedPerStep(), metrics.PersistedPerSecond()
     captured.update(1024, steps=2)
     persisted.update(1024, seconds=0.5)

@@ -1,0 +1,191 @@
+"""Make a profile of what a run has measured: figures in its log, and sizes in the markers of a generation.
+
+What no start of the run has measured is left out and named. Nothing is guessed: the user may give such a number.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_moe_ckpt._units import time_text
+from lightning_moe_ckpt.errors import ConfigurationError, NoUsableGeneration
+from lightning_moe_ckpt.inspection._answers import Answer, select
+from lightning_moe_ckpt.inspection._run_progress import Follower, Incarnation
+from lightning_moe_ckpt.simulation import Profile
+from lightning_moe_ckpt.snapshot import Topology
+from lightning_moe_ckpt.storage import RankMarker, RunView
+
+Document = dict[str, dict[str, Any]]
+
+_EXPERT = re.compile(r"(.*)/expert\.\d+")
+_SPREAD = 1.2
+"""Largest size of a restore over the smallest, from which on the time per byte can be told from the rest."""
+_UNKNOWN = {
+    "training.step_seconds": "no start took enough steps for a figure in the log",
+    "model.operators": "no generation that could be restored is stored",
+    "speeds.device_host": "copies run beside training, so no step shows their speed; `moe-ckpt doctor` measures memory",
+    "speeds.host_host": "the log has no speed of the network between nodes",
+    "speeds.storage": "the log has no speed of storage",
+    "costs.detection": "no start followed a failure",
+    "costs.startup": "no start followed a failure",
+    "costs.restore_fixed": "no start restored anything",
+    "costs.hooks_per_step": "something was taken at every step",
+    "costs.hooks_per_capture": "no step with a capture is in the log's figures",
+    "costs.slowed_per_nbyte": "no steps without background work to compare with are in the log's figures",
+    "costs.replay_factor": "no start repeated steps",
+    "costs.repair": "the log does not say when a lost machine is back",
+}
+"""Numbers that a profile wants, each with the reason why a run may not have measured it."""
+
+
+def write_profile(view: RunView, out: Path, given: Sequence[tuple[str, object]], *, force: bool) -> Answer:
+    """Write the profile of a run, with `given` values on top, by name.
+
+    Raises:
+        ConfigurationError: the file exists, a name or value of `given` is no profile's, or a number that a profile must have is missing.
+    """
+    if out.exists() and not force:
+        raise ConfigurationError(f"{out} exists. Give another name, or --force to replace it.")
+    document, sources = profile_of(view)
+    for name, value in given:
+        section, _, key = name.partition(".")
+        document.setdefault(section, {})[key] = value
+        sources[name] = "given"
+    missing = {name: why for name, why in _UNKNOWN.items() if name not in sources}
+    try:
+        profile = Profile.of(document)
+    except ConfigurationError as error:
+        named = "".join(f"\n  {name}: {why}" for name, why in missing.items())
+        raise ConfigurationError(f"{error} Give it by `--set NAME=VALUE`. The run did not measure:{named}") from None
+    profile.write(out)
+    told = [f"{name}: {_text(document, name)}, {source}" for name, source in sources.items() if name in _UNKNOWN]
+    left = [f"{name}: left out, {why}" for name, why in missing.items()]
+    answer = {"out": str(out), "profile": document, "sources": sources, "missing": missing}
+    return Answer(answer, lambda: [f"{out}: profile of run {view.run_id}", *told, *left])
+
+
+def profile_of(view: RunView) -> tuple[Document, dict[str, str]]:
+    """Return what is known of a run as a profile's document, and where each number comes from, by name."""
+    starts = [start for start in Follower(view).look().incarnations if start.figures]
+    document, sources = Document({name: {} for name in ("training", "model", "cluster", "speeds", "costs")}), {}
+
+    def put(name: str, value: float | None, source: str) -> None:
+        if value is not None:
+            section, key = name.split(".")
+            document[section][key] = value
+            sources[name] = source
+
+    _put_steps(starts, put)
+    _put_failures(starts, put)
+    ranks = {int(start.figures["world_size"]) for start in starts if "world_size" in start.figures}
+    if ranks == {1}:  # of several, the log does not say on which nodes they are
+        put("cluster.nodes", 1, "the log")
+        put("cluster.ranks_per_node", 1, "the log")
+    try:
+        commit = select(view, None).commit
+    except NoUsableGeneration:
+        return document, sources
+    assert commit is not None, "`select` chooses among those with a manifest"
+    markers = [view.read_marker(commit, rank) for rank in range(commit.world_size)]
+    document["model"] = _model(markers)
+    shared = Topology.of_stored(commit)
+    put("cluster.pipeline", shared.pipeline_parallel, "the newest generation")
+    put("cluster.expert_parallel", shared.expert_parallel, "the newest generation")
+    sources["model.operators"] = f"generation of step {commit.generation.step}"
+    return document, sources
+
+
+Put = Callable[[str, float | None, str], None]
+
+
+def _put_steps(starts: Sequence[Incarnation], put: Put) -> None:
+    """Put costs of steps: means over starts, each weighing as many steps as it took."""
+    rows = [(start.figures.get("measured") or {}, float(start.figures.get("steps") or 0)) for start in starts]
+    said = f"mean of {sum(steps for _, steps in rows):.0f} steps in {len(rows)} starts"
+
+    def mean(name: str) -> float | None:
+        return _mean((row[name], steps) for row, steps in rows if row.get(name) is not None)
+
+    step, repeated = mean("step_seconds"), mean("repeated_seconds")
+    put("training.step_seconds", step, said)
+    put("training.noise", mean("step_noise"), said)
+    put("costs.hooks_per_step", mean("hooks_quiet_seconds"), said)
+    put("costs.hooks_per_capture", mean("hooks_captured_seconds"), said)
+    put("costs.replay_factor", repeated / step if step and repeated else None, said)
+    slowed, nbytes = Counter[str](), Counter[str]()
+    for row, _ in rows:
+        if row.get("step_seconds") is not None:
+            slowed.update(row.get("slowed_seconds") or {})
+            nbytes.update(row.get("nbytes") or {})
+    if nbytes.total():
+        put("costs.slowed_per_nbyte", max(0.0, slowed.total()) / nbytes.total(), said)
+
+
+def _put_failures(starts: Sequence[Incarnation], put: Put) -> None:
+    """Put costs of restarts: medians over starts that followed a failure."""
+    rows = [start.figures.get("measured") or {} for start in starts[1:] if start.resumed_from is not None]
+    own = [row["own"] for row in rows if "own" in row]
+    said = f"median of {len(own)} starts"
+    for part in ("detection", "startup"):
+        put(f"costs.{part}", _median(each.get(part) for each in own), said)
+    restores = [(float(sum((row.get("restored_nbytes") or {}).values())), row["own"]["restore"]) for row in rows if "own" in row]
+    sizes = [nbytes for nbytes, _ in restores if nbytes]
+    if sizes and max(sizes) > _SPREAD * min(sizes):
+        per_nbyte, fixed = statistics.linear_regression(*zip(*restores, strict=True))
+        if per_nbyte > 0 <= fixed:
+            put("costs.restore_per_nbyte", per_nbyte, said)
+            put("costs.restore_fixed", fixed, said)
+            return
+    put("costs.restore_fixed", _median(seconds for _, seconds in restores), f"{said}, which read alike: all of it")
+
+
+def _model(markers: Iterable[RankMarker]) -> dict[str, Any]:
+    """Return the model's sizes, and the operators of the rank that writes most."""
+    params, experts, of_ranks = dict[tuple[str, str], int](), dict[str, str](), list[dict[str, list[int]]]()
+    for marker in markers:
+        full, read = Counter[str](), Counter[str]()
+        entries = [*marker.segments, *(entry.segment for entry in marker.referenced)]
+        for record in (record for entry in entries for record in entry.records if record.operator):
+            if record.kind == "full":
+                full[record.operator] += record.nbytes
+                if record.state_key == "param":
+                    params[record.operator, f"{record.fqn} {record.global_start} {record.box}"] = record.numel
+                    read[record.operator] += record.nbytes
+        of_ranks.append({name: [nbytes, read[name]] for name, nbytes in full.items()})
+        experts |= {name: found[1] for name in full if (found := _EXPERT.match(name))}
+    sizes = defaultdict[str, int](int)
+    for (operator, _), numel in params.items():
+        sizes[operator] += numel
+    layers = len(set(experts.values()))
+    most = max(of_ranks, key=lambda each: sum(full for full, _ in each.values()))
+    return {
+        "layers": max(1, layers),
+        "experts": len(experts) // layers if layers else 0,
+        "params": sum(sizes.values()),
+        "expert_params": max((sizes[name] for name in experts), default=0),
+        "operators": [*most.values()],
+    }
+
+
+def _mean(weighted: Iterable[tuple[float, float]]) -> float | None:
+    rows = [(value, weight) for value, weight in weighted if weight]
+    return sum(value * weight for value, weight in rows) / sum(weight for _, weight in rows) if rows else None
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def _text(document: Mapping[str, Mapping[str, Any]], name: str) -> str:
+    section, key = name.split(".")
+    value = document[section][key]
+    if isinstance(value, list):
+        return f"{len(value)} operators"
+    is_time = isinstance(value, float) and key not in ("noise", "replay_factor") and "per_nbyte" not in key
+    return time_text(value) if is_time else f"{value:.4g}" if isinstance(value, float) else str(value)

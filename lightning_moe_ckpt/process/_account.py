@@ -1,0 +1,255 @@
+"""Keep the account of a run's wall time, from its first process to the newest step, over all restarts.
+
+    birth of a process ... begin ... first batch ... a step ... a step | killed        the next one ... begin
+    startup                restore   repeated        lost       productive    detection   startup      restore
+
+Time goes to the part that is under way. Steps decide which that is: up to the restored generation they are repeated, up to the newest
+step of before they were lost, and behind it they count. Of productive time hooks and slower steps are taken away. So parts meet
+without gaps, and their sum is wall time.
+
+The account is written at every step, into a few bytes that a kill of the process leaves: then the next process goes on from the newest one of all
+ranks. The time since is divided by what is known of the processes and their launcher, see `gap`. Times are seconds since 1970.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, astuple
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+from lightning_moe_ckpt.goodput import PARTS, Goodput
+from lightning_moe_ckpt.process._stall import HookClock
+
+ACCOUNT_NBYTES = 256
+"""Bytes that an account takes."""
+
+_MAGIC = b"goodput1"
+_PHASE = struct.Struct(f"<8sqqddd{len(PARTS)}d")
+"""Part under way, newest step of before, when it began, hooks and slower steps then, and all parts then."""
+_STEP = struct.Struct("<qddd")
+"""Behind it, of the newest sign of life: step, time, hooks, slower steps."""
+
+
+class Balance(NamedTuple):
+    """State of an account."""
+
+    at: float
+    """Last sign of life."""
+    step: int
+    """Newest step taken in any incarnation."""
+    goodput: Goodput
+
+    @classmethod
+    def read(cls, page: bytes) -> Balance | None:
+        """Return the state that a process has left in these bytes; `None` without any."""
+        magic, index, reached, began, hooks, slowed, *parts = _PHASE.unpack_from(page)
+        step, at, hooks_now, slowed_now = _STEP.unpack_from(page, _PHASE.size)
+        if magic != _MAGIC:
+            return None
+        with suppress(ValueError, IndexError):  # torn by a kill
+            before = Goodput(**dict(zip(PARTS, parts, strict=True)))
+            found = before + _divided(PARTS[index], max(0.0, at - began), hooks_now - hooks, slowed_now - slowed)
+            return cls(max(at, began), max(reached, step), found)
+        return None
+
+    def plain(self) -> list[Any]:
+        """Return plain values for an exchange, and for `of`."""
+        return [self.at, self.step, *astuple(self.goodput)]
+
+    @classmethod
+    def of(cls, plain: Sequence[Any]) -> Balance:
+        """Return the state from `plain`."""
+        return cls(plain[0], plain[1], Goodput(**dict(zip(PARTS, plain[2:], strict=True))))
+
+
+class Origin(NamedTuple):
+    """What a rank knows of its start."""
+
+    birth: float
+    """Start of the process; end of the account before, if this process has kept one."""
+    launcher: float
+    """Start of the launcher, or of the process itself if nothing looks after it."""
+    noticed: float
+    """Time at which a supervisor has acted on the newest failure; 0 for never."""
+    again: bool
+    """Whether this process has kept an account before."""
+
+    @classmethod
+    def here(cls, noticed: float) -> Origin:
+        """Return what is known of this process."""
+        own, ended = _started(os.getpid()), RunAccount.ended.get(os.getpid())
+        launched = _started(os.getppid()) if "TORCHELASTIC_RUN_ID" in os.environ else own
+        return cls(max(own, ended or 0.0), min(launched, own), noticed, ended is not None)
+
+
+def _started(pid: int) -> float:
+    """Return when a process was started; this moment for one that has ended, or cannot be seen."""
+    with suppress(OSError, ValueError):
+        ticks = int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
+        return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+    return time.time()
+
+
+def gap(last: float, ranks: Sequence[Origin], now: float) -> Goodput:
+    """Divide the time from the last sign of life to the begin of restoring, which is `now`.
+
+    Somebody has acted on the failure when a supervisor says so, or else when a process was started. A launcher that is younger than
+    the last sign of life was waited for; if all are, there was nobody who could have acted.
+    """
+    launchers = [each.launcher for each in ranks]
+    acts = [at for each in ranks for at in (each.noticed, each.birth) if at > last]
+    acted = last if min(launchers) > last else min(acts, default=last)
+    acted = min(acted, max(last, now))
+    ready = max(acted, min(now, max(launchers)))
+    return Goodput(detection=acted - last, idle=ready - acted, startup=max(0.0, now - ready))
+
+
+class Slower(Protocol):
+    """Measurement of slower steps."""
+
+    slowed: float
+    """Seconds by which steps were longer while copies and tiers worked beside them."""
+
+
+class _NotSlower:
+    slowed = 0.0
+
+
+class RunAccount:
+    """Account of a run on this rank, in this incarnation; read from any thread, written on the training thread.
+
+    Args:
+        clock: time in hooks.
+        known: accounts of earlier incarnations.
+        ranks: what all ranks know of their starts.
+        began: `time.monotonic()` at the begin of restoring.
+    """
+
+    ended: ClassVar[dict[int, float]] = {}
+    """End of the newest account that a process has kept, by its id: a fork has kept none."""
+
+    def __init__(self, clock: HookClock, known: Sequence[Balance], ranks: Sequence[Origin], began: float) -> None:
+        self._clock = clock
+        self.beside: Slower = _NotSlower()
+        """Measurement of slower steps, from `begin` on."""
+        self.offset = time.time() - time.monotonic()
+        """Seconds to be added to `time.monotonic()`: a clock that is put right has no part in what was measured."""
+        now, past = began + self.offset, max(known, default=None)
+        if past is None:
+            first = min(each.birth if each.again else each.launcher for each in ranks)
+            past = Balance(min(first, now), 0, Goodput())
+            between = Goodput(startup=now - past.at)
+        else:
+            between = gap(past.at, ranks, now)
+        self.before = past.goodput
+        """Parts of earlier incarnations."""
+        self.reached = max((each.step for each in known), default=0)
+        """Newest step of earlier incarnations."""
+        self.covered = self.first = self.step = 0
+        """Step up to which the restored generation covers, step at which training goes on, and newest step since."""
+        self.until = float("inf")
+        """Step behind which another part begins; negative until the first batch."""
+        self._page: Any = bytearray(ACCOUNT_NBYTES)
+        self._under_way = ("startup", now, 0.0, 0.0, past.goodput + between)
+        """Part under way, when it began, hooks and slower steps then, and all parts then."""
+        self.move(bytearray(ACCOUNT_NBYTES))
+
+    def move(self, page: Any) -> None:
+        """Go on in another place of `ACCOUNT_NBYTES`, which can be written."""
+        page[:ACCOUNT_NBYTES] = bytes(self._page[:ACCOUNT_NBYTES])
+        self._page = page
+        self.note = partial(_STEP.pack_into, page, _PHASE.size)
+        """Writes a sign of life: step, `time.monotonic()` and `offset`, seconds of hooks, seconds of slower steps."""
+
+    def begin(self, covered: int | None, first: int, beside: Slower) -> None:
+        """Note that a generation is about to be loaded that covers steps up to `covered`, from `first` on; `None` for a fresh start."""
+        self.beside, self.until = beside, -1
+        self.covered, self.first, self.step = covered or 0, first, first
+        self._write(first)
+        if covered is not None:
+            self._under_way = ("restore", *self._under_way[1:])
+            self._write(first)
+
+    def waits(self) -> None:
+        """Note that this rank waits for others, which repeat steps, until its next batch."""
+        self.first = self.step = self.reached
+        self._enter("repeated", self.reached)
+
+    def passed(self, step: int) -> None:
+        """Note that training goes on behind `step`."""
+        part = "repeated" if step < self.covered else "lost" if step < self.reached else "productive"
+        self.until = {"repeated": self.covered, "lost": self.reached}.get(part, float("inf"))
+        self._enter(part, step)
+
+    def sign(self) -> None:
+        """Note a sign of life between two steps."""
+        self.note(self.step, time.monotonic() + self.offset, self._clock.ended, self.beside.slowed)
+
+    def close(self) -> None:
+        """Let go of the place in which the account is."""
+        self.move(bytearray(ACCOUNT_NBYTES))
+        RunAccount.ended = {os.getpid(): time.time()}
+
+    def balance(self) -> Balance:
+        """Return the state now."""
+        part, began, hooks, slowed, before = self._under_way
+        now = max(began, time.monotonic() + self.offset)
+        own = _divided(part, now - began, self._clock.seconds - hooks, self.beside.slowed - slowed)
+        return Balance(now, max(self.reached, self.step), before + own)
+
+    def document(self) -> dict[str, Any]:
+        """Return the state for the run's log, see `read_account`."""
+        now = self.balance()
+        return {
+            "at": round(now.at, 3),
+            "step": now.step,
+            **{name: round(each, 4) for name, each in asdict(now.goodput).items()},
+        }
+
+    def own(self) -> Goodput:
+        """Return the parts of this incarnation, the time before it included since the last sign of life."""
+        now, before = asdict(self.balance().goodput), asdict(self.before)
+        return Goodput(**{name: max(0.0, now[name] - before[name]) for name in PARTS})
+
+    def taken_again(self) -> dict[str, int]:
+        """Return the number of steps that were repeated, and that were lost."""
+        repeated = min(self.step, self.covered)
+        lost = min(self.step, self.reached) - max(self.first, self.covered)
+        return {"repeated": max(0, repeated - self.first), "lost": max(0, lost)}
+
+    # -- private
+
+    def _enter(self, part: str, step: int) -> None:
+        now = self.balance()
+        self._under_way = (part, now.at, self._clock.seconds, self.beside.slowed, now.goodput)
+        self._write(step)
+
+    def _write(self, step: int) -> None:
+        part, began, hooks, slowed, parts = self._under_way
+        fields = (PARTS.index(part), self.reached, began, hooks, slowed, *astuple(parts))
+        self.note(step, began, hooks, slowed)
+        _PHASE.pack_into(self._page, 0, _MAGIC, *fields)
+
+
+def read_account(figures: object) -> Balance | None:
+    """Return the account in a log entry's figures; `None` without one."""
+    said = figures.get("goodput") if isinstance(figures, dict) else None
+    if not isinstance(said, dict) or not isinstance(said.get("at"), int | float):
+        return None
+    step = said.get("step")
+    return Balance(float(said["at"]), step if isinstance(step, int) else 0, Goodput.read(said))
+
+
+def _divided(part: str, seconds: float, hooks: float, slowed: float) -> Goodput:
+    """Return the parts of `seconds` in one part, less hooks and slower steps if it is productive."""
+    if part != "productive":
+        return Goodput(**{part: seconds})
+    hooks = min(max(0.0, hooks), seconds)
+    slowed = min(max(0.0, slowed), seconds - hooks)
+    return Goodput(productive=seconds - hooks - slowed, hooks=hooks, slowed=slowed)
