@@ -185,6 +185,10 @@ class FitSession:
         self.clock = self.session.clock
         return horizon
 
+    def together_at(self, step: int) -> bool:
+        """Whether step `step` has just been taken, by all ranks, and its boundary is not captured yet."""
+        return self.sessions.standing is Standing.TOGETHER and step != self._step
+
     def change_policy(self, config: SessionConfig, policy: Policy) -> None:
         """Go on under another policy, from the step under way on, as another incarnation; the first has to be one that replays.
 

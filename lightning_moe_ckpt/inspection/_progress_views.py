@@ -156,7 +156,9 @@ def _figure(draw: _Draw, axis: _Axis, title: str, caption: str) -> str:
     figure = Figure(figsize=(9, 2.8), layout="constrained")
     axes = figure.add_subplot()
     draw(axes, axis)
-    figure.legend(title="part" if draw is _goodput else "incarnation", loc="outside right upper", frameon=False, fontsize="small")
+    figure.legend(
+        title="part" if draw is _goodput else "incarnation", loc="outside right upper", frameon=False, fontsize="small"
+    )
     for at in axis.starts:
         axes.axvline(at, color="#a0aec0", linestyle="--", linewidth=1)
     axes.set_xlim(left=0)

@@ -133,7 +133,9 @@ def _put_failures(starts: Sequence[Incarnation], put: Put) -> None:
     said = f"median of {len(own)} starts"
     for part in ("detection", "startup"):
         put(f"costs.{part}", _median(each.get(part) for each in own), said)
-    restores = [(float(sum((row.get("restored_nbytes") or {}).values())), row["own"]["restore"]) for row in rows if "own" in row]
+    restores = [
+        (float(sum((row.get("restored_nbytes") or {}).values())), row["own"]["restore"]) for row in rows if "own" in row
+    ]
     sizes = [nbytes for nbytes, _ in restores if nbytes]
     if sizes and max(sizes) > _SPREAD * min(sizes):
         per_nbyte, fixed = statistics.linear_regression(*zip(*restores, strict=True))

@@ -17,7 +17,7 @@ from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.moe import MoELayer, spread_experts
 from lightning_moe_ckpt.operators import StateSchema, discover
-from lightning_moe_ckpt.parallel import ParallelGroups, set_current_groups
+from lightning_moe_ckpt.parallel import ParallelGroups, current_groups, set_current_groups
 from lightning_moe_ckpt.planning._planning import Planner
 from lightning_moe_ckpt.policies import Policy
 from lightning_moe_ckpt.snapshot import StateView, repeatable
@@ -64,6 +64,7 @@ def described_model(groups: ParallelGroups, described: Mapping[str, Any]) -> nn.
             f"{layers} blocks of {experts} experts of {expert_params:,} parameters leave {rest:,} of {params:,} for all else. Give "
             "`--params` of the whole model and `--expert-params` of a single expert, or `--config`."
         )
+    before = current_groups()  # of a training under way, if any
     set_current_groups(groups)
     try:
         with torch.device("meta"):
@@ -78,7 +79,7 @@ def described_model(groups: ParallelGroups, described: Mapping[str, Any]) -> nn.
                 module = nn.ModuleDict({"blocks": nn.ModuleList(blocks)})
         spread_experts(module)
     finally:
-        set_current_groups(None)
+        set_current_groups(before)
     return module
 
 

@@ -402,6 +402,10 @@ class CheckpointSession:
             "measured": measured_figures(run),
         }
 
+    def rates(self) -> dict[str, float]:
+        """Return the bytes per second of this rank's tiers at work, as far as known."""
+        return {worker.name: worker.rate for worker in self._run.tiers.workers if worker.rate}
+
     @property
     def goodput(self) -> Goodput | None:
         """Parts of the run's wall time so far; `None` before the run is open."""

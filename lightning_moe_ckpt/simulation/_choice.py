@@ -304,7 +304,9 @@ def _memory(profile: Profile, planned: PlannedRun) -> int:
         "differential": DifferentialPolicy(every_n_steps=planned.every, batch=system.batch),
         "partial": PartialPolicy(every_n_steps=planned.every, k=system.k),
     }
-    precision = "bf16-mixed" if model.nbytes_compute < 4 else "32-true"
+    items = rank_items(profile)
+    weights = sum(item.compute_nbytes for item in items) / sum(item.full_nbytes for item in items)
+    precision = "bf16-mixed" if weights < 0.25 else "32-true"
     if model.nbytes_state < 8:
         precision = "bf16-true"
     try:
