@@ -58,8 +58,8 @@ class Behaviour:
     """Seconds of a step that was lost and is taken again, without hooks."""
     host_memory: float = 0.0
     """Bytes of generations on a node."""
-    experts_taken: int = 0
-    """K, where not all experts are taken; else 0."""
+    taken: float = 1.0
+    """Part of each layer's experts that a generation takes."""
     unsaved: float = 0.0
     """Steps of training that a failure loses for good, as a mean over all parameters."""
     notes: dict[str, float] = field(default_factory=dict)
@@ -160,7 +160,8 @@ def places_of(
         restored: bytes of one rank that a restore brings; by default a generation.
     """
     speeds, cluster, costs, step = profile.speeds, profile.cluster, profile.costs, profile.step_seconds
-    nbytes, ranks = sum(steps), profile.ranks
+    # Ranks of smaller pipeline stages write less than the largest stage's, of which `steps` are.
+    nbytes, ranks = sum(steps), profile.ranks * _evenness(profile)
     whole = nbytes if restored is None else restored
     here = costs.restore_fixed + whole * costs.restore_per_nbyte
     taken = steps[-1] / speeds.device_host
@@ -190,6 +191,13 @@ def places_of(
         )
         found.append(place)
     return tuple(found)
+
+
+def _evenness(profile: Profile) -> float:
+    """Return the mean bytes that a rank writes, as a part of what a rank of the largest stage does."""
+    if profile.model.operators:
+        return 1.0
+    return profile.model.params * profile.model.nbytes_state / profile.ranks / full_nbytes(profile)
 
 
 def stall(profile: Profile, nbytes: float) -> float:
