@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import yaml
+import yaml  # type: ignore[import-untyped]  # it has no types, and stubs are not a dependency
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import Unpack, override
 

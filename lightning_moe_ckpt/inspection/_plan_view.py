@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
+import yaml  # type: ignore[import-untyped]  # it has no types, and stubs are not a dependency
 from rich.console import RenderableType
 
 from lightning_moe_ckpt._units import read_duration, size_text, time_text
@@ -60,7 +60,7 @@ def _tables(profile: Profile, found: Sequence[PlannedRun]) -> list[RenderableTyp
         table.add_row(name, *cells)
     name, given = best.callback()
     arguments = ", ".join(["url", *(f"{key}={value!r}" for key, value in given.items())])
-    said = [table, "why:", *(f"  {text}" for text in reasons(found)), f"{name}({arguments})"]
+    said: list[RenderableType] = [table, "why:", *(f"  {text}" for text in reasons(found)), f"{name}({arguments})"]
     if best.spares:
         said.append(f"spares: {best.spares}, since a lost one is away for {time_text(float(profile.costs.repair))}")
     return [*said, f"taken for granted: one failure in {1 / EVERY_MEMORY:.0f} reaches the memory of every node"]

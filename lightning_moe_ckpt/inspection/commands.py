@@ -426,9 +426,9 @@ def plan(*, profile: Path | None, policy: str, ranks_per_node: int, **given: Any
             raise ConfigurationError(
                 f"`{named}`: with `--profile` it is what the profile says. Change it there, or leave `{named}` out."
             )
-        policies_of = {"policies": [policy]} if "policy" in written else {}
+        limits |= {"policies": [policy]} if "policy" in written else {}
         replicas = given["replicas"] if "replicas" in written else None
-        return planned(profile, url=limits.pop("at"), replicas=replicas, **limits, **policies_of)
+        return planned(profile, url=limits.pop("at"), replicas=replicas, **limits)
     if wrong := [name for name in _CHOICES if name in written]:
         named = {"host_nbytes": "host-memory", "as_yaml": "yaml", "at": "url"}.get(wrong[0], wrong[0].replace("_", "-"))
         raise ConfigurationError(

@@ -81,10 +81,10 @@ class PlannedRun:
             given |= {"window": self.window} | ({"every_n_steps": self.every} if self.every > self.window else {})
         else:
             given["every_n_steps"] = self.every
-        given |= {
-            "differential": {"batch": system.batch},
-            "partial": {"k": system.k, "plt_budget": system.plt_budget},
-        }.get(system.policy, {})
+        if system.policy == "differential":
+            given["batch"] = system.batch
+        if system.policy == "partial":
+            given |= {"k": system.k, "plt_budget": system.plt_budget}
         given["replicas"] = system.replicas
         if self.plans_storage:
             # Tiers then rest as long as this cost asks for, which is about the time below.
@@ -175,11 +175,10 @@ def reasons(planned: Sequence[PlannedRun]) -> list[str]:
 
 def _reason(best: PlannedRun, other: PlannedRun) -> str:
     ours, theirs = best.goodput.shares(), other.goodput.shares()
-    more = {name: theirs[name] - ours[name] for name in PARTS if name != "productive"}
-    worse, better = (pick(more, key=lambda name: more[name]) for pick in (max, min))
-    text = f"{other.label}: {100 * (best.goodput.share - other.goodput.share):.2f} points less"
-    text += f"; {100 * more[worse]:+.2f} {worse}" if more[worse] > 0 else ""
-    return text + (f", {100 * more[better]:+.2f} {better}" if more[better] < -5e-5 else "")
+    more = {name: 100 * (theirs[name] - ours[name]) for name in PARTS if name != "productive"}
+    told = sorted((name for name in more if abs(more[name]) >= 0.005), key=lambda name: -abs(more[name]))[:3]
+    why = ", ".join(f"{abs(more[name]):.2f} {'more' if more[name] > 0 else 'less'} {name}" for name in told)
+    return f"{other.label}: {100 * (best.goodput.share - other.goodput.share):.2f} points less{why and f': {why}'}"
 
 
 def _refuse_hopeless(profile: Profile, mtbf: float) -> None:
@@ -313,4 +312,4 @@ def _memory(profile: Profile, planned: PlannedRun) -> int:
         found = forecast_run(kinds[system.policy], described, precision)
     except ConfigurationError:
         return planned.host_nbytes
-    return cluster.ranks_per_node * sum(found["purposes"][min(found["purposes"])].values())
+    return int(cluster.ranks_per_node * sum(found["purposes"][min(found["purposes"])].values()))
