@@ -88,6 +88,23 @@ _BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what other
             option("--in-place-folder", "For checkpoints (default: the temporary directory).", "PATH", type=Path),
         ],
     ),
+    "simulator": (
+        "Goodput simulated and measured: trainings that die by SIGKILL at random, by policy and mean steps between failures.",
+        [
+            several("--simulator-policies", ["sparse", "dense", "differential"], "What is compared"),
+            option("--simulator-mtbf", "Mean steps of training between failures.", "N,N", default="20,60,200"),
+            number("--simulator-faults", 8, "Failures of every cell."),
+            option("--simulator-step", "Seconds of a step here, roughly.", "SECONDS", type=float, default=0.06),
+            option(
+                "--simulator-out",
+                "For runs; those that are there are not repeated.",
+                "PATH",
+                type=Path,
+                default=Path("out/simulator"),
+            ),
+            option("--simulator-folder", "For checkpoints (default: the temporary directory).", "PATH", type=Path),
+        ],
+    ),
     "native": (
         "Compiled copies beside those of torch: small slices, strided and converted ones, from a GPU.",
         [

@@ -64,7 +64,8 @@ class Cell:
 
 def checkpoint_of(policy: str, url: str) -> CheckpointCallback | None:
     """Return a policy's callback; cadences are ours, not the planner's."""
-    shared: CheckpointArguments = {"overhead_target": None}
+    # `CellLines` counts seconds of its own process, which a restart must not put back.
+    shared: CheckpointArguments = {"overhead_target": None, "untouched": ["callback.*"]}
     if policy == "sparse":
         return SparseCheckpoint(url, window=WINDOW, **shared)
     if policy == "dense":
@@ -80,7 +81,7 @@ class CellLines(StepLines):
 
     def __init__(self, lines: JsonLines, seconds: float, checkpoint: CheckpointCallback | None) -> None:
         self.lines, self._seconds, self._checkpoint = lines, seconds, checkpoint
-        self._end = float("inf")
+        self._end, self._first = float("inf"), False
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -88,8 +89,13 @@ class CellLines(StepLines):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
         self._end = time.monotonic() + self._seconds
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
+        if not self._first:
+            self._first = True
+            write_line(self.lines, "begin", step=trainer.global_step)
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
@@ -99,7 +105,7 @@ class CellLines(StepLines):
 
     @override
     def values(self) -> dict[str, Any]:
-        run = self._checkpoint and self._checkpoint._run
+        run = self._checkpoint and self._checkpoint._run  # noqa: SLF001  # a report at every step would be work
         return {"hooks": run.session.clock.seconds} if run else {}
 
 

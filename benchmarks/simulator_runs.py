@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from benchmarks.simulator_fit import Cell
 from lightning_moe_ckpt.benchmarks._fits import bench_folders
@@ -46,10 +45,9 @@ class Run:
     again: float = 0.0
     """Steps taken again, and those that a failure cut off."""
 
-    @property
-    def goodput(self) -> Goodput:
-        """Return the parts; what steps took beyond hooks and an ordinary step is `slowed`."""
-        productive = self.steps * self.step_seconds
+    def goodput_of(self, step_seconds: float) -> Goodput:
+        """Return the parts, for a step without checkpoints of so many seconds; what steps took beyond it and hooks is `slowed`."""
+        productive = self.steps * step_seconds
         known = {
             "detection": sum(self.detection),
             "startup": sum(self.startup),
@@ -57,13 +55,12 @@ class Run:
             "hooks": self.hooks,
             "lost": self.again,
         }
-        return Goodput(
-            productive=productive, slowed=max(0.0, self.wall - productive - sum(known.values())), **known
-        )
+        return Goodput(productive=productive, slowed=max(0.0, self.wall - productive - sum(known.values())), **known)
 
 
 def run_cell(cell: Cell, parent: Path | None, keep: Path) -> Run:
     """Run a cell by `moe-ckpt run`, and keep its lines in `keep`; its checkpoints are removed, but for the log."""
+    shutil.rmtree(keep, ignore_errors=True)  # of a run that was interrupted
     keep.mkdir(parents=True)
     with bench_folders(parent) as (folder, memory):
         command = [sys.executable, "-m", "lightning_moe_ckpt.cli", "run", "--nproc-per-node", "1"]
@@ -116,22 +113,21 @@ def _divided(cell: Cell, began: float, lines: Sequence[Record], kills: Sequence[
     hooks = again = 0.0
     detection, startup, restore, gaps = [], [], [], []
     for index, (start, steps) in enumerate(zip(starts, trained, strict=True)):
-        at = {line["what"]: line["at"] for line in reversed(start) if line["what"] != "step"}
+        end = kills[index] if index < len(kills) else newest["at"]
+        at = {"fit": end, "begin": end} | {line["what"]: line["at"] for line in reversed(start)}
         before = kills[index - 1] if index else began
         detection += [at["process"] - before] if index else []
         startup.append(at["fit"] - (at["process"] if index else began))
-        if index == 0:
-            startup[0] += at["begin"] - at["fit"]
-        first = steps[1]["at"] - at["begin"] - step - _hooks(*steps[:2]) if len(steps) > 1 else 0.0
-        restore.append(max(0.0, first) + (at["begin"] - at["fit"] if index else 0.0))
+        first = steps[1]["at"] - at["begin"] - step if len(steps) > 1 else 0.0
+        restore.append(max(0.0, first))
+        (restore if index else startup)[-1] += at["begin"] - at["fit"]
         for earlier, later in pairwise(steps):
             counts = last_of[later["step"]] == id(later)
-            taken = later["at"] - earlier["at"] if earlier["what"] == "step" else step + _hooks(earlier, later)
+            taken = later["at"] - earlier["at"] if earlier["what"] == "step" else step
             hooks += _hooks(earlier, later) if counts else 0.0
             again += 0.0 if counts else taken
-        end = kills[index] if index < len(kills) else steps[-1]["at"]
         gaps.append(end - at["begin"])
-        again += end - steps[-1]["at"]
+        again += end - max(steps[-1]["at"], at["begin"] + first) if steps else 0.0
     return Run(
         cell=cell,
         wall=newest["at"] - began,
@@ -156,8 +152,3 @@ def _trimmed(values: Sequence[float]) -> float:
     cut = len(values) // 20
     kept = sorted(values)[cut : len(values) - cut]
     return sum(kept) / len(kept)
-
-
-def as_table(run: Run) -> dict[str, Any]:
-    """Return figures of a run, for people."""
-    return {"steps": run.steps, "executed": run.executed, "step": run.step_seconds, **run.goodput.shares()}

@@ -12,10 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_moe_ckpt._units import time_text
-from lightning_moe_ckpt.errors import ConfigurationError, NoUsableGeneration
-from lightning_moe_ckpt.inspection._answers import Answer, select
-from lightning_moe_ckpt.inspection._run_progress import Follower, Incarnation
+from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.inspection._answers import Answer
 from lightning_moe_ckpt.simulation import Profile
 from lightning_moe_ckpt.snapshot import Topology
 from lightning_moe_ckpt.storage import RankMarker, RunView
@@ -25,15 +23,18 @@ Document = dict[str, dict[str, Any]]
 _EXPERT = re.compile(r"(.*)/expert\.\d+")
 _SPREAD = 1.2
 """Largest size of a restore over the smallest, from which on the time per byte can be told from the rest."""
+_FIRST_STEPS = 6
+"""Steps after a start, from which on the log's figures of steps leave out what is not ordinary."""
 _UNKNOWN = {
     "training.step_seconds": "no start took enough steps for a figure in the log",
     "model.operators": "no generation that could be restored is stored",
     "speeds.device_host": "copies run beside training, so no step shows their speed; `moe-ckpt doctor` measures memory",
     "speeds.host_host": "the log has no speed of the network between nodes",
-    "speeds.storage": "the log has no speed of storage",
+    "speeds.storage": "nothing was stored",
     "costs.detection": "no start followed a failure",
     "costs.startup": "no start followed a failure",
     "costs.restore_fixed": "no start restored anything",
+    "costs.warm_up": "no start has an entry in the log after its first steps",
     "costs.hooks_per_step": "something was taken at every step",
     "costs.hooks_per_capture": "no step with a capture is in the log's figures",
     "costs.slowed_per_nbyte": "no steps without background work to compare with are in the log's figures",
@@ -71,7 +72,7 @@ def write_profile(view: RunView, out: Path, given: Sequence[tuple[str, object]],
 
 def profile_of(view: RunView) -> tuple[Document, dict[str, str]]:
     """Return what is known of a run as a profile's document, and where each number comes from, by name."""
-    starts = [start for start in Follower(view).look().incarnations if start.figures]
+    starts = _starts(view)
     document, sources = Document({name: {} for name in ("training", "model", "cluster", "speeds", "costs")}), {}
 
     def put(name: str, value: float | None, source: str) -> None:
@@ -81,31 +82,38 @@ def profile_of(view: RunView) -> tuple[Document, dict[str, str]]:
             sources[name] = source
 
     _put_steps(starts, put)
-    _put_failures(starts, put)
-    ranks = {int(start.figures["world_size"]) for start in starts if "world_size" in start.figures}
+    _put_failures(starts, document, put)
+    ranks = {start[-1]["world_size"] for start in starts}
     if ranks == {1}:  # of several, the log does not say on which nodes they are
         put("cluster.nodes", 1, "the log")
         put("cluster.ranks_per_node", 1, "the log")
-    try:
-        commit = select(view, None).commit
-    except NoUsableGeneration:
-        return document, sources
-    assert commit is not None, "`select` chooses among those with a manifest"
-    markers = [view.read_marker(commit, rank) for rank in range(commit.world_size)]
-    document["model"] = _model(markers)
-    shared = Topology.of_stored(commit)
-    put("cluster.pipeline", shared.pipeline_parallel, "the newest generation")
-    put("cluster.expert_parallel", shared.expert_parallel, "the newest generation")
-    sources["model.operators"] = f"generation of step {commit.generation.step}"
+    for commit in (stored.commit for stored in view.generations() if stored.commit is not None):
+        markers = [view.read_marker(commit, rank) for rank in range(commit.world_size)]
+        document["model"], shared = _model(markers), Topology.of_stored(commit)
+        sources["model.operators"] = said = f"generation of step {commit.generation.step}"
+        put("cluster.pipeline", shared.pipeline_parallel, said)
+        put("cluster.expert_parallel", shared.expert_parallel, said)
+        break
     return document, sources
 
 
 Put = Callable[[str, float | None, str], None]
+Figures = Mapping[str, Any]
 
 
-def _put_steps(starts: Sequence[Incarnation], put: Put) -> None:
+def _starts(view: RunView) -> list[list[Figures]]:
+    """Return the figures of every log entry of the newest run, by start; starts without any are left out."""
+    found = defaultdict[int, list[Figures]](list)
+    for each in view.events().values():
+        figures = each.event.get("figures")
+        if each.history.run_id == view.run_id and isinstance(figures, Mapping) and "own" in figures.get("measured", {}):
+            found[int(str(each.event["incarnation"]))].append(figures)
+    return [found[number] for number in sorted(found)]
+
+
+def _put_steps(starts: Sequence[Sequence[Figures]], put: Put) -> None:
     """Put costs of steps: means over starts, each weighing as many steps as it took."""
-    rows = [(start.figures.get("measured") or {}, float(start.figures.get("steps") or 0)) for start in starts]
+    rows = [(start[-1]["measured"], float(start[-1]["steps"])) for start in starts]
     said = f"mean of {sum(steps for _, steps in rows):.0f} steps in {len(rows)} starts"
 
     def mean(name: str) -> float | None:
@@ -120,30 +128,50 @@ def _put_steps(starts: Sequence[Incarnation], put: Put) -> None:
     slowed, nbytes = Counter[str](), Counter[str]()
     for row, _ in rows:
         if row.get("step_seconds") is not None:
-            slowed.update(row.get("slowed_seconds") or {})
-            nbytes.update(row.get("nbytes") or {})
+            slowed.update(row["slowed_seconds"])
+            nbytes.update(row["nbytes"])
     if nbytes.total():
         put("costs.slowed_per_nbyte", max(0.0, slowed.total()) / nbytes.total(), said)
+    rates = [rate for row, _ in rows if (rate := (row.get("nbytes_per_second") or {}).get("storage"))]
+    world = starts[-1][-1]["world_size"] if starts else 1
+    put("speeds.storage", statistics.median(rates) * world if rates else None, f"median of {len(rates)} starts")
 
 
-def _put_failures(starts: Sequence[Incarnation], put: Put) -> None:
-    """Put costs of restarts: medians over starts that followed a failure."""
-    rows = [start.figures.get("measured") or {} for start in starts[1:] if start.resumed_from is not None]
-    own = [row["own"] for row in rows if "own" in row]
+def _put_failures(starts: Sequence[Sequence[Figures]], document: Document, put: Put) -> None:
+    """Put costs of restarts: medians over starts that resumed."""
+    resumed = [start for start in starts if start[-1]["resumed_from"] is not None]
+    own = [start[-1]["measured"]["own"] for start in resumed]
     said = f"median of {len(own)} starts"
     for part in ("detection", "startup"):
-        put(f"costs.{part}", _median(each.get(part) for each in own), said)
+        put(f"costs.{part}", _median(each[part] for each in own), said)
+    if starts and starts[0][-1]["resumed_from"] is None:
+        put("costs.startup_all", starts[0][-1]["measured"]["own"]["startup"], "the first start, launcher included")
     restores = [
-        (float(sum((row.get("restored_nbytes") or {}).values())), row["own"]["restore"]) for row in rows if "own" in row
+        (sum(start[-1]["measured"]["restored_nbytes"].values()), start[-1]["measured"]["own"]["restore"])
+        for start in resumed
     ]
     sizes = [nbytes for nbytes, _ in restores if nbytes]
+    per_nbyte, fixed = 0.0, _median(seconds for _, seconds in restores)
     if sizes and max(sizes) > _SPREAD * min(sizes):
-        per_nbyte, fixed = statistics.linear_regression(*zip(*restores, strict=True))
-        if per_nbyte > 0 <= fixed:
-            put("costs.restore_per_nbyte", per_nbyte, said)
-            put("costs.restore_fixed", fixed, said)
-            return
-    put("costs.restore_fixed", _median(seconds for _, seconds in restores), f"{said}, which read alike: all of it")
+        slope, rest = statistics.linear_regression(*zip(*restores, strict=True))
+        per_nbyte, fixed = (slope, rest) if slope > 0 <= rest else (per_nbyte, fixed)
+    put("costs.restore_fixed", fixed, said if per_nbyte else f"{said} that read alike: all of their time")
+    put("costs.restore_per_nbyte", per_nbyte or None, said)
+    step, costs = document["training"].get("step_seconds"), document["costs"]
+    if step is None:
+        return
+    ordinary = step + costs.get("hooks_per_capture", costs.get("hooks_per_step", 0.0))
+    extras = [extra for start in resumed if (extra := _warm_up(start, ordinary)) is not None]
+    put("costs.warm_up", max(0.0, statistics.median(extras)) if extras else None, f"median of {len(extras)} starts")
+
+
+def _warm_up(start: Sequence[Figures], step: float) -> float | None:
+    """Return the seconds that the first steps of a start took beyond ordinary ones, from the first entry that has enough of them."""
+    for figures in start:
+        own, number = figures["measured"]["own"], figures["steps"] - figures["measured"]["repeated_steps"]
+        if number >= _FIRST_STEPS:
+            return float(own["productive"] + own["hooks"] + own["slowed"] + own["lost"] - number * step)
+    return None
 
 
 def _model(markers: Iterable[RankMarker]) -> dict[str, Any]:
@@ -189,5 +217,4 @@ def _text(document: Mapping[str, Mapping[str, Any]], name: str) -> str:
     value = document[section][key]
     if isinstance(value, list):
         return f"{len(value)} operators"
-    is_time = isinstance(value, float) and key not in ("noise", "replay_factor") and "per_nbyte" not in key
-    return time_text(value) if is_time else f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -222,7 +222,7 @@ def measured_figures(run: OpenRun) -> dict[str, Any]:
     Seconds of means: `step_seconds` of a quiet step without hooks, with its relative spread `step_noise`; `hooks_quiet_seconds` and
     `hooks_captured_seconds` of the training thread in hooks, by step; `repeated_seconds` of a repeated step. `slowed_seconds` has by tier the
     seconds by which steps were longer in all, and `nbytes` the bytes that this rank has brought there. `capture_nbytes` is the mean of a
-    captured step. `restored_nbytes` has by place what the restore has read.
+    captured step, `nbytes_per_second` the newest speed of each tier at work. `restored_nbytes` has by place what the restore has read.
     `own` has the parts of goodput since the last sign of life of the start before.
     """
     capture, account, found, governor = run.capture, run.account, run.found, run.tiers.governor
@@ -234,6 +234,7 @@ def measured_figures(run: OpenRun) -> dict[str, Any]:
         "lost_steps": again["lost"],
         "capture_nbytes": capture.nbytes_captured / max(1, capture.segments_captured),
         "nbytes": {"host": capture.nbytes_captured, "storage": run.storage.nbytes_complete},
+        "nbytes_per_second": {worker.name: worker.rate for worker in run.tiers.workers},
         "restored_nbytes": found.restored_from if found is not None else {},
         "own": {name: round(seconds, 4) for name, seconds in asdict(own).items()},
     }

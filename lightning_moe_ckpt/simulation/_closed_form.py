@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 
-from lightning_moe_ckpt.goodput import Goodput
+from lightning_moe_ckpt.goodput import PARTS, Goodput
 from lightning_moe_ckpt.simulation._behaviour import Behaviour, Place, recovery
 from lightning_moe_ckpt.simulation._failures import SCOPES, Scope
 from lightning_moe_ckpt.simulation._profile import Profile
@@ -34,19 +34,18 @@ def mean_cycle(profile: Profile, behaviour: Behaviour, mtbf: float, scope: Scope
     phases = recovery(profile, behaviour, place, profile.costs.repair if waits else 0.0)
     left = sum(seconds for _, seconds in phases) / mtbf
     if left > _HOPELESS:
-        return Goodput(**dict(phases))
-    parts = {}
+        return sum((Goodput(**{name: seconds}) for name, seconds in phases), Goodput())
+    parts = dict.fromkeys(PARTS, 0.0)
     for name, seconds in phases:
-        parts[name] = mtbf * (math.exp(left) - math.exp(left - seconds / mtbf))
+        parts[name] += mtbf * (math.exp(left) - math.exp(left - seconds / mtbf))
         left -= seconds / mtbf
     again = mtbf / (step + extra) - kept
     first = max(0.0, (mtbf - again * (behaviour.again + extra)) / (step + extra))
-    return Goodput(
+    return Goodput(**parts) + Goodput(
         productive=first * step,
         lost=again * behaviour.again,
         hooks=(first + again) * behaviour.hooks,
         slowed=(first + again) * behaviour.slowed,
-        **parts,
     )
 
 

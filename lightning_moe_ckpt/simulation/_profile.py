@@ -115,6 +115,8 @@ class CostProfile:
     """Seconds of a restore, whatever its bytes."""
     restore_per_nbyte: float = _value("factor", 0.0)
     """Seconds of a restore per byte of a rank, on top of the way from other nodes or storage."""
+    warm_up: float = _value("seconds", 0.0)
+    """Seconds by which the first steps after a start are longer in all than others, hooks included."""
     hooks_per_step: float = _value("seconds", 0.0)
     """Seconds of hooks in a step of which nothing is taken."""
     hooks_per_capture: float = _value("seconds", 0.0)
