@@ -1,5 +1,6 @@
 """Lightning callbacks: one per checkpoint policy, and a monitor."""
 
+from lightning_moe_ckpt.callbacks._auto import auto as auto
 from lightning_moe_ckpt.callbacks._capacity_boost import CapacityBoost as CapacityBoost
 from lightning_moe_ckpt.callbacks._exact_checkpoints import DenseCheckpoint as DenseCheckpoint
 from lightning_moe_ckpt.callbacks._exact_checkpoints import DifferentialCheckpoint as DifferentialCheckpoint

@@ -293,18 +293,20 @@ class CheckpointCallback(SharedArguments, Checkpoint):
         self._in_place = InPlace(trainer, module, found, own_callbacks=_OWN, exact=exact, leave=self._leave)
         return SupervisedHooks(self._in_place, self._begin)
 
-    def _begin(self, trainer: Trainer, module: LightningModule) -> FitSession:
+    def _config(self) -> SessionConfig:
         config = SessionConfig(
             url=self.url,
             dense_every_n_steps=self.dense_every_n_steps,
             **{field.name: getattr(self, field.name) for field in fields(SessionConfig) if field.name in DEFAULTS},
         )
-        if densify := os.environ.get(DENSIFY):
-            config = replace(config, resume="must", densify=densify, elastic="refuse")
+        densify = os.environ.get(DENSIFY)
+        return replace(config, resume="must", densify=densify, elastic="refuse") if densify else config
+
+    def _begin(self, trainer: Trainer, module: LightningModule) -> FitSession:
         watched, self._watched = self._watched or self._watch(trainer, module), None
         watched.close()
         self._run = FitSession(
-            config,
+            self._config(),
             self._policy(),
             trainer,
             module,

@@ -21,7 +21,7 @@ from lightning_moe_ckpt.storage import Resume, Retention
 from lightning_moe_ckpt.tiers import DEFAULT_MAX_CHUNK, Elastic, FailureDomain
 
 T = TypeVar("T")
-Init = TypeVar("Init", bound=Callable[..., None])
+Init = TypeVar("Init", bound=Callable[..., object])
 
 
 class StorageArguments(TypedDict, total=False):
@@ -234,7 +234,7 @@ DEFAULTS: dict[str, object] = {"keep": None, **{name: argument.default for name,
 
 
 def spelled_out(init: Init) -> Init:
-    """Replace `**shared` in the signature of an `__init__` by the shared arguments, and set their docstring."""
+    """Replace `**shared` in a signature by the shared arguments; an `__init__` gets their docstring."""
     signature = inspect.signature(init)
     own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
     shared = [
@@ -242,7 +242,7 @@ def spelled_out(init: Init) -> Init:
         for name, hint in get_type_hints(CheckpointArguments).items()
     ]
     init.__signature__ = signature.replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
-    init.__doc__ = CheckpointArguments.__doc__
+    init.__doc__ = init.__doc__ or CheckpointArguments.__doc__
     return init
 
 

@@ -62,6 +62,16 @@ SparseCheckpoint(dense_every_n_steps=...) leaves one now and then, each run wher
 
 Exit status: 0 written, 2 not written."""
 
+PLAN = """\
+Choose how a run takes checkpoints, from a profile (`moe-ckpt profile URL`, or by hand) and a rate of failures: policy, window, steps
+between generations, copies, storage, spares, and what is expected of them, with the two next best ways beside it. --policy and
+--replicas then limit the choice.
+
+Without a profile: show the shared memory that a described run will take on each node, planned and laid out as in the run. The model is
+a config.json of Hugging Face, or numbers; assumed are AdamW and 96 KiB of journal per step.
+
+Exit status: 0 shown, 2 there can be no such run, or no checkpoint can help it."""
+
 DENSIFY = """\
 Make the newest generation dense: resume the run in its own SCRIPT, replay until every part is of one step, store that, and
 end. Any number of ranks resumes from the result for bits, and `export` reads it.

@@ -42,6 +42,8 @@ Errors go to standard error. With --json they are also a document {"error": ...}
 
 Completion: put eval "$(_MOE_CKPT_COMPLETE=bash_source moe-ckpt)" into ~/.bashrc, or zsh_source and ~/.zshrc."""
 _SHORTEST = timedelta(seconds=0.1)
+SCOPES = ("process", "node", "cluster")
+"""What a failure takes, as in `simulation`."""
 _BROKEN_PIPE = 141  # 128 + SIGPIPE, as a shell reports it
 _INTERRUPTED = 130  # 128 + SIGINT
 _LARGE_PAGES = "glibc.malloc.hugetlb"
@@ -370,10 +372,31 @@ _LOOKING = [
     ),
     _command(
         "plan",
-        "Show the shared memory that a run will take.",
-        "Show the shared memory that a run will take on each node, planned and laid out as in the run. The model is a config.json of Hugging "
-        "Face, or numbers; assumed are AdamW and 96 KiB of journal per step. Exit status: 0 shown, 2 there can be no such run.",
+        "Choose policy, window and cadence for a failure rate, or show the shared memory that a run will take.",
+        _cli_options.PLAN,
         [
+            _option(
+                "--profile",
+                "Profile of the run; the model and the cluster are those in it.",
+                "FILE",
+                type=click.Path(path_type=Path),
+            ),
+            _option("--mtbf", "Profile: mean time between failures of the whole run, such as 2h.", "TIME", type=_time),
+            _option(
+                "--scope",
+                "Profile: what most failures take (default: node, or process of one node).",
+                type=click.Choice(SCOPES),
+            ),
+            _option(
+                "--allow-loss",
+                "Profile: portion of tokens that may be lost, such as 0.05 (default: none).",
+                "X",
+                type=float,
+                default=0.0,
+            ),
+            _option("--host-memory", "Profile: most shared memory of a node.", "SIZE", type=_size, name="host_nbytes"),
+            _flag("--yaml", "Profile: write the callback for a configuration file of LightningCLI.", "as_yaml"),
+            _option("--url", "With --yaml: where checkpoints live.", "URL", default="checkpoints", name="at"),
             _option("--config", "config.json of the model, or its folder.", "PATH"),
             _option("--params", "Parameters in all, such as 16.4e9.", "N", type=float, default=0),
             number("--layers", 1, "Blocks with experts."),

@@ -30,7 +30,7 @@ from lightning_moe_ckpt.fit.loaders._loaders import loads_again
 from lightning_moe_ckpt.fit.loggers._once import LogFolders
 from lightning_moe_ckpt.fit.loops import _taps, _trainer
 from lightning_moe_ckpt.fit.objects._memento import Memento, is_small
-from lightning_moe_ckpt.journal import HeldGenerator
+from lightning_moe_ckpt.journal import HeldGenerator, capture_rng, restore_rng
 from lightning_moe_ckpt.operators import show_shards
 from lightning_moe_ckpt.policies import Policy
 from lightning_moe_ckpt.process import clocked
@@ -178,6 +178,23 @@ class FitSession:
         horizon = self.sessions.renew()
         self.clock = self.session.clock
         return horizon
+
+    def together_at(self, step: int) -> bool:
+        """Whether step `step` has just been taken, by all ranks, and its boundary is not captured yet."""
+        return self.sessions.standing is Standing.TOGETHER and step != self._step
+
+    def change_policy(self, config: SessionConfig, policy: Policy) -> None:
+        """Go on under another policy, from the step under way on, as another incarnation; the first has to be one that replays.
+
+        Call after an optimizer step, before its boundary. The state of training stays, and so do memory and storage. Collective.
+        """
+        assert self.sessions.standing is Standing.TOGETHER
+        random = capture_rng()
+        self.sessions.suspend()
+        self.sessions.config, self.sessions.policy = config, policy
+        self.renew()
+        self.together()
+        restore_rng(random)
 
     def generators(self) -> list[HeldGenerator]:
         """Return the random generators held by the user's objects."""

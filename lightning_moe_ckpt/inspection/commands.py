@@ -20,7 +20,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+import click
 import torch
+from click.core import ParameterSource
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
@@ -50,6 +52,7 @@ from lightning_moe_ckpt.inspection._conformance import Check, examine_url
 from lightning_moe_ckpt.inspection._export import ExportOptions
 from lightning_moe_ckpt.inspection._export import export as write_files
 from lightning_moe_ckpt.inspection._import import import_run
+from lightning_moe_ckpt.inspection._plan_view import planned
 from lightning_moe_ckpt.inspection._progress_views import follow, progress_now, write_page
 from lightning_moe_ckpt.inspection._run_profile import write_profile
 from lightning_moe_ckpt.inspection._run_progress import Follower
@@ -58,8 +61,7 @@ from lightning_moe_ckpt.inspection._verify import Verdict
 from lightning_moe_ckpt.inspection._verify import verify as read_everything
 from lightning_moe_ckpt.launch import DENSIFY
 from lightning_moe_ckpt.native import Finding, examine
-from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.planning._forecast import described_model, forecast
+from lightning_moe_ckpt.planning._forecast import forecast_run, placed_copies
 from lightning_moe_ckpt.storage import (
     Backend,
     Commit,
@@ -72,12 +74,9 @@ from lightning_moe_ckpt.storage import (
 )
 from lightning_moe_ckpt.storage._open import memory_tag
 from lightning_moe_ckpt.tiers import (
-    FailureDomain,
     ReplicaPlacement,
     Survival,
-    mirroring_of,
     percent,
-    place_replicas,
     survival_probability,
 )
 
@@ -386,21 +385,6 @@ def _states(found: Sequence[Check | Finding]) -> Table:
     return table
 
 
-def _placed(
-    *, nodes: int, ranks_per_node: int, replicas: int, expert_parallel: int, racks: int = 1, stages: int = 1
-) -> tuple[ReplicaPlacement, list[list[int]]]:
-    """Place replicas as a run on such a cluster does; return also the groups with the same experts. Raises `ConfigurationError` if no such
-    placement is possible.
-    """
-    world_size = nodes * ranks_per_node
-    groups = ParallelGroups.placed(0, world_size, ep_size=expert_parallel, num_stages=stages).peers()
-    if racks > nodes:
-        raise ConfigurationError(f"`--racks {racks}` is more than `--nodes {nodes}`. Choose at most that.")
-    node_of = [rank // ranks_per_node for rank in range(world_size)]
-    domains = [FailureDomain(node=f"node {n}", rack=f"rack {n * racks // nodes}") for n in node_of]
-    return place_replicas(domains, groups, [1] * world_size, replicas), groups
-
-
 @_of_run
 def placement(*, nodes: int, ranks_per_node: int, replicas: int, most: int, **cluster: int) -> Answer:
     """Show every rank's holders on a cluster, and the chance to survive up to `most` losses at once.
@@ -409,7 +393,8 @@ def placement(*, nodes: int, ranks_per_node: int, replicas: int, most: int, **cl
     """
     wanted = {replicas, *range(1, min(nodes, 3))}
     placed = {
-        each: _placed(nodes=nodes, ranks_per_node=ranks_per_node, replicas=each, **cluster) for each in sorted(wanted)
+        each: placed_copies(nodes=nodes, ranks_per_node=ranks_per_node, replicas=each, **cluster)
+        for each in sorted(wanted)
     }
     survivals = {each: _survivals(found, most) for each, (found, _) in placed.items()}
     several = {
@@ -428,22 +413,34 @@ def placement(*, nodes: int, ranks_per_node: int, replicas: int, most: int, **cl
     return Answer(document, lambda: [heading, _table(survivals, memory), closing])
 
 
+_CHOICES = ("mtbf", "scope", "allow_loss", "host_nbytes", "as_yaml", "at")
+"""Options of `plan` that go with a profile."""
+
+
 @_of_run
-def plan(
-    *, policy: str, precision: str, redundancy: bool, budget: int | None, ranks_per_node: int, **given: Any
-) -> Answer:
-    """Forecast the memory for a described run, on the rank with most copies."""
-    cluster = {name: given[name] for name in ("nodes", "replicas", "expert_parallel", "stages")}
-    placed, peers = _placed(ranks_per_node=ranks_per_node, **cluster)
-    ranks, ep_size = len(placed.domains) // given["stages"], given["expert_parallel"]
-    rank = max(range(ranks), key=lambda each: len(placed.owners(each)))
-    groups = ParallelGroups(rank=rank, world_size=ranks, ep_rank=rank % ep_size, ep_size=ep_size)
+def plan(*, profile: Path | None, policy: str, ranks_per_node: int, **given: Any) -> Answer:
+    """Choose for a profile; else forecast the memory for a described run, on the rank with most copies."""
+    limits, written = {name: given.pop(name) for name in _CHOICES}, _written()
+    if profile is not None:
+        if wrong := [name for name in written if name not in {*_CHOICES, "profile", "policy", "replicas", "as_json"}]:
+            named = f"--{wrong[0].replace('_', '-')}"
+            raise ConfigurationError(
+                f"`{named}`: with `--profile` it is what the profile says. Change it there, or leave `{named}` out."
+            )
+        limits |= {"policies": [policy]} if "policy" in written else {}
+        replicas = given["replicas"] if "replicas" in written else None
+        return planned(profile, url=limits.pop("at"), replicas=replicas, **limits)
+    if wrong := [name for name in _CHOICES if name in written]:
+        named = {"host_nbytes": "host-memory", "as_yaml": "yaml", "at": "url"}.get(wrong[0], wrong[0].replace("_", "-"))
+        raise ConfigurationError(
+            f"`--{named}` is for a choice, which depends on what was measured: add `--profile FILE`, of `moe-ckpt profile`."
+        )
+    precision, redundancy, budget = (given.pop(name) for name in ("precision", "redundancy", "budget"))
     kind = getattr(policies, f"{policy.title()}Policy")
     if budget is not None:
         given |= {"window": None, "budget_nbytes": budget, "local_budget": budget, "remote_budget": budget}
     settings = {field.name: given[field.name] for field in dataclasses.fields(kind) if field.name in given}
-    module, mirroring = described_model(groups, given), mirroring_of(placed, rank, peers)
-    found = forecast(kind(**settings), module, groups, precision, mirroring=mirroring, redundancy=redundancy)
+    found = forecast_run(kind(**settings), given | {"ranks_per_node": ranks_per_node}, precision, redundancy=redundancy)
     return _shared_memory.forecast_answer(found, ranks_per_node)
 
 
@@ -451,6 +448,12 @@ def plan(
 def simulate(**options: Any) -> Answer:
     """Simulate a described run under several systems."""
     return simulation_answer(**options)
+
+
+def _written() -> list[str]:
+    """Return the names of the options that stand in the command line."""
+    context = click.get_current_context()
+    return [name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
 
 
 def _survivals(placement: ReplicaPlacement, most: int) -> list[Survival]:

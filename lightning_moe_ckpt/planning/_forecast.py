@@ -17,11 +17,35 @@ from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.moe import MoELayer, spread_experts
 from lightning_moe_ckpt.operators import StateSchema, discover
-from lightning_moe_ckpt.parallel import ParallelGroups, set_current_groups
+from lightning_moe_ckpt.parallel import ParallelGroups, current_groups, set_current_groups
 from lightning_moe_ckpt.planning._planning import Planner
 from lightning_moe_ckpt.policies import Policy
 from lightning_moe_ckpt.snapshot import StateView, repeatable
-from lightning_moe_ckpt.tiers import PAGE_NBYTES, Mirroring, PeerRoom, RingRoom
+from lightning_moe_ckpt.tiers import (
+    PAGE_NBYTES,
+    FailureDomain,
+    Mirroring,
+    PeerRoom,
+    ReplicaPlacement,
+    RingRoom,
+    mirroring_of,
+    place_replicas,
+)
+
+
+def placed_copies(
+    *, nodes: int, ranks_per_node: int, replicas: int, expert_parallel: int, racks: int = 1, stages: int = 1
+) -> tuple[ReplicaPlacement, list[list[int]]]:
+    """Place replicas as a run on such a cluster does; return also the groups with the same experts. Raises `ConfigurationError` if no such
+    placement is possible.
+    """
+    world_size = nodes * ranks_per_node
+    groups = ParallelGroups.placed(0, world_size, ep_size=expert_parallel, num_stages=stages).peers()
+    if racks > nodes:
+        raise ConfigurationError(f"`--racks {racks}` is more than `--nodes {nodes}`. Choose at most that.")
+    node_of = [rank // ranks_per_node for rank in range(world_size)]
+    domains = [FailureDomain(node=f"node {n}", rack=f"rack {n * racks // nodes}") for n in node_of]
+    return place_replicas(domains, groups, [1] * world_size, replicas), groups
 
 
 def described_model(groups: ParallelGroups, described: Mapping[str, Any]) -> nn.Module:
@@ -40,6 +64,7 @@ def described_model(groups: ParallelGroups, described: Mapping[str, Any]) -> nn.
             f"{layers} blocks of {experts} experts of {expert_params:,} parameters leave {rest:,} of {params:,} for all else. Give "
             "`--params` of the whole model and `--expert-params` of a single expert, or `--config`."
         )
+    before = current_groups()  # of a training under way, if any
     set_current_groups(groups)
     try:
         with torch.device("meta"):
@@ -54,7 +79,7 @@ def described_model(groups: ParallelGroups, described: Mapping[str, Any]) -> nn.
                 module = nn.ModuleDict({"blocks": nn.ModuleList(blocks)})
         spread_experts(module)
     finally:
-        set_current_groups(None)
+        set_current_groups(before)
     return module
 
 
@@ -113,3 +138,16 @@ def forecast(
         "captured": sum(captured),
         "purposes": purposes,
     }
+
+
+def forecast_run(
+    policy: Policy, described: Mapping[str, Any], precision: str, *, redundancy: bool = False
+) -> dict[str, Any]:
+    """Return the forecast for the rank with most copies in a described run, see `described_model` and `placed_copies`."""
+    names = ("nodes", "ranks_per_node", "replicas", "expert_parallel", "stages")
+    placed, peers = placed_copies(**{name: described[name] for name in names})
+    ranks, ep_size = len(placed.domains) // described["stages"], described["expert_parallel"]
+    rank = max(range(ranks), key=lambda each: len(placed.owners(each)))
+    groups = ParallelGroups(rank=rank, world_size=ranks, ep_rank=rank % ep_size, ep_size=ep_size)
+    module, mirroring = described_model(groups, described), mirroring_of(placed, rank, peers)
+    return forecast(policy, module, groups, precision, mirroring=mirroring, redundancy=redundancy)

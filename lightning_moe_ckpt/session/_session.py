@@ -408,6 +408,10 @@ class CheckpointSession:
         """Note that this stage has repeated a step beside the others, which has no boundary."""
         self._run.account.stepped(step)
 
+    def rates(self) -> dict[str, float]:
+        """Return the bytes per second of this rank's tiers at work, as far as known."""
+        return {worker.name: worker.rate for worker in self._run.tiers.workers if worker.rate}
+
     @property
     def goodput(self) -> Goodput | None:
         """Parts of the run's wall time so far; `None` before the run is open."""

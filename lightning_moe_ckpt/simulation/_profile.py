@@ -225,7 +225,11 @@ class Profile:
         return cls(**found)
 
     def write(self, path: str | Path) -> None:
-        """Write the profile as YAML; values that are their defaults are left out."""
+        """Write the profile as YAML, see `text`."""
+        Path(path).write_text(self.text(), encoding="utf-8")
+
+    def text(self) -> str:
+        """Return the profile as YAML; values that are their defaults are left out."""
         document: dict[str, dict[str, Any]] = {}
         for section in fields(self):
             found = getattr(self, section.name)
@@ -235,7 +239,7 @@ class Profile:
                 if getattr(found, each.name) != each.default
             }
             document[section.name] = {name: _plain(value) for name, value in kept.items()}
-        Path(path).write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
+        return yaml.safe_dump(document, sort_keys=False)  # type: ignore[no-any-return]
 
 
 def _plain(value: Any) -> Any:

@@ -53,6 +53,7 @@ from lightning_moe_ckpt.tiers._sealed import SealedSegment as SealedSegment
 from lightning_moe_ckpt.tiers._sealed import StepRecord as StepRecord
 from lightning_moe_ckpt.tiers._sealed import is_differential as is_differential
 from lightning_moe_ckpt.tiers._sealed import is_partial as is_partial
+from lightning_moe_ckpt.tiers._shm import room_nbytes as room_nbytes
 from lightning_moe_ckpt.tiers._shm import shared_directory as shared_directory
 from lightning_moe_ckpt.tiers._shm import shared_name as shared_name
 from lightning_moe_ckpt.tiers._storage_writer import BadCopy as BadCopy

@@ -1,0 +1,315 @@
+"""Choose how a run takes checkpoints: of all candidates the one with the best expected goodput that fits into memory.
+
+Candidates are a policy, a window, copies on other nodes and experts taken. For each of them the steps between generations and the time
+between generations in storage are searched for, by turns.
+
+Failures are of one scope, and one in twenty is taken to reach every node's memory: without these no storage would be worth its bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from lightning_moe_ckpt._units import size_text, time_text
+from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.goodput import PARTS, Goodput
+from lightning_moe_ckpt.planning._forecast import forecast_run
+from lightning_moe_ckpt.policies import DensePolicy, DifferentialPolicy, PartialPolicy, Policy, SparsePolicy
+from lightning_moe_ckpt.simulation._behaviour import STORED, Behaviour, rank_items
+from lightning_moe_ckpt.simulation._closed_form import mean_cycle
+from lightning_moe_ckpt.simulation._failures import Scope
+from lightning_moe_ckpt.simulation._profile import Profile
+from lightning_moe_ckpt.simulation._systems import Ours
+
+EVERY_MEMORY = 0.05
+"""Part of the failures that reach every node's memory, where they usually reach less."""
+_WINDOWS = (2, 3, 4, 5, 6, 8, 12, 16)
+_BASES = (16, 32, 64, 128, 256)
+"""Steps between full states with differences between them."""
+_STORAGE_SECONDS = (10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0, 3600.0)
+"""Times between generations in storage; more than an hour is no choice, whatever it saves."""
+_NEAR = 1.1
+"""Factor between steps that are told apart."""
+_SPARES_SHORT = 0.01
+"""Largest chance that more machines are away than there are spares."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """A way to take checkpoints, and what is expected of it."""
+
+    system: Ours
+    """Policy and settings."""
+    goodput: Goodput
+    """Parts of a mean cycle from one failure's end to the next, in seconds."""
+    window: int
+    """Steps of a generation."""
+    every: int
+    """Steps from one generation to the next."""
+    storage_seconds: float
+    """Seconds from one generation in storage to the next."""
+    storage_nbytes_per_hour: float
+    """Bytes that storage gets in an hour, of all ranks."""
+    host_nbytes: int
+    """Bytes of shared memory on a node, with two generations."""
+    lost_portion: float
+    """Portion of tokens that failures lose for good; 0 for exact policies."""
+    spares: int
+    """Spare machines, or waiting processes."""
+    plans_storage: bool
+    """Whether storage takes less than it could."""
+
+    @property
+    def label(self) -> str:
+        """Policy, with what tells it from others."""
+        more = {"sparse": f", window {self.window}", "partial": f", k {self.system.k}"}.get(self.system.policy, "")
+        return f"{self.system.policy}{more}"
+
+    @property
+    def overhead(self) -> float:
+        """Part of training's time that checkpoints take in hooks and by slower steps."""
+        parts = self.goodput
+        return (parts.hooks + parts.slowed) / (parts.productive + parts.hooks + parts.slowed)
+
+    def callback(self) -> tuple[str, dict[str, Any]]:
+        """Return the name of the callback's class, and its arguments without the URL, as values of YAML."""
+        system, given = self.system, dict[str, Any]()
+        if system.policy == "sparse":
+            given |= {"window": self.window} | ({"every_n_steps": self.every} if self.every > self.window else {})
+        else:
+            given["every_n_steps"] = self.every
+        if system.policy == "differential":
+            given["batch"] = system.batch
+        if system.policy == "partial":
+            given |= {"k": system.k, "plt_budget": system.plt_budget}
+        given["replicas"] = system.replicas
+        if self.plans_storage:
+            # Tiers then rest as long as this cost asks for, which is about the time below.
+            given |= {
+                "overhead_target": max(0.001, round(self.overhead, 3)),
+                "storage_at_least": f"{max(1, round(self.storage_seconds))}s",
+            }
+        elif system.policy != "differential":
+            given["overhead_target"] = None
+        return f"{system.policy.title()}{'Expert' * (system.policy == 'partial')}Checkpoint", given
+
+    def document(self) -> dict[str, Any]:
+        """Return everything as JSON values."""
+        name, given = self.callback()
+        figures = (
+            "window",
+            "every",
+            "storage_seconds",
+            "storage_nbytes_per_hour",
+            "host_nbytes",
+            "lost_portion",
+            "spares",
+        )
+        return {
+            "policy": self.system.policy,
+            "replicas": self.system.replicas,
+            "goodput": self.goodput.share,
+            "parts": self.goodput.shares(),
+            **{figure: getattr(self, figure) for figure in figures},
+            "callback": {"class_path": f"lightning_moe_ckpt.callbacks.{name}", "init_args": given},
+        }
+
+
+def choose(
+    profile: Profile,
+    mtbf: float,
+    *,
+    scope: Scope | None = None,
+    allow_loss: float = 0.0,
+    host_nbytes: int | None = None,
+    replicas: int | None = None,
+    policies: Sequence[str] = ("sparse", "dense", "differential", "partial"),
+) -> list[PlannedRun]:
+    """Return the best way to take checkpoints, and behind it the next best ones that differ in policy, window or experts: three at most.
+
+    Args:
+        profile: of the run.
+        mtbf: mean seconds between failures of the whole run.
+        scope: what most failures take; `None` for a node where there are several, else a process.
+        allow_loss: largest portion of tokens that may be lost for good; 0 for policies whose restarts are exact.
+        host_nbytes: most bytes of shared memory on a node; `None` for no limit.
+        replicas: copies on other nodes; `None` to choose.
+        policies: those that are compared.
+
+    Raises:
+        ConfigurationError: no checkpoint can help at this rate, an argument is out of range, or nothing fits into memory.
+    """
+    if not 0 <= allow_loss < 1:
+        raise ConfigurationError(f"`allow_loss={allow_loss:g}` must be a portion of tokens, from 0 to below 1.")
+    _refuse_hopeless(profile, mtbf)
+    scope = scope or ("node" if profile.cluster.nodes > 1 else "process")
+    search = _Search(profile, mtbf, scope)
+    found = [search.best(system) for system in _candidates(profile, allow_loss, replicas) if system.policy in policies]
+    found.sort(key=lambda each: -each.goodput.share)
+    chosen, least = list[PlannedRun](), math.inf
+    for each in found:
+        if each.lost_portion > allow_loss or each.label in [other.label for other in chosen]:
+            continue
+        held = _memory(profile, each)
+        least = min(least, held)
+        if held <= (math.inf if host_nbytes is None else host_nbytes):
+            chosen.append(replace(each, host_nbytes=held))
+        if len(chosen) == 3:
+            break
+    if not chosen:
+        raise ConfigurationError(
+            f"The least that a node needs is {size_text(least)} of shared memory, and {size_text(host_nbytes or 0)} are given. "
+            "Spread the run over more nodes, or see `docs/sizing.md` for what else saves memory."
+        )
+    return chosen
+
+
+def reasons(planned: Sequence[PlannedRun]) -> list[str]:
+    """Return in a sentence for each alternative why it comes later: the parts by which it loses most, and by which it gains."""
+    best, *others = planned
+    return [_reason(best, other) for other in others]
+
+
+def _reason(best: PlannedRun, other: PlannedRun) -> str:
+    ours, theirs = best.goodput.shares(), other.goodput.shares()
+    more = {name: 100 * (theirs[name] - ours[name]) for name in PARTS if name != "productive"}
+    told = sorted((name for name in more if abs(more[name]) >= 0.005), key=lambda name: -abs(more[name]))[:3]
+    why = ", ".join(f"{abs(more[name]):.2f} {'more' if more[name] > 0 else 'less'} {name}" for name in told)
+    return f"{other.label}: {100 * (best.goodput.share - other.goodput.share):.2f} points less{why and f': {why}'}"
+
+
+def _refuse_hopeless(profile: Profile, mtbf: float) -> None:
+    step, costs = profile.step_seconds, profile.costs
+    if not mtbf > step:
+        raise ConfigurationError(
+            f"`mtbf={time_text(float(mtbf))}` must be longer than a step, {time_text(float(step))}: failures would end most steps before they "
+            "are done, and no checkpoint can keep a step that was not taken. Take shorter steps (fewer micro-batches), or find out what fails."
+        )
+    back = costs.detection + costs.startup + costs.restore_fixed
+    if back > 5 * mtbf:  # one recovery of 150 would succeed
+        raise ConfigurationError(
+            f"`mtbf={time_text(float(mtbf))}` is too short for a start, which takes {time_text(float(back))} (`costs` of the profile): hardly any "
+            "ends before the next failure, whatever is stored. Shorten the start, or let `moe-ckpt run` replace lost processes alone."
+        )
+
+
+def _candidates(profile: Profile, allow_loss: float, replicas: int | None) -> Iterator[Ours]:
+    """Yield candidates without the steps and times that are searched for."""
+    copies = [0] if profile.cluster.nodes == 1 else [each for each in (0, 1, 2) if each < profile.cluster.nodes]
+    most, experts = len(rank_items(profile)), profile.model.experts
+    for number in copies if replicas is None else [replicas]:
+        shared = Ours(replicas=number, localized=profile.cluster.pipeline > 1)
+        yield from (replace(shared, window=window) for window in _WINDOWS if window <= most)
+        yield replace(shared, policy="dense", localized=False)
+        yield replace(shared, policy="differential", localized=False)
+        if allow_loss and experts:
+            taken = sorted({max(1, experts // part) for part in (2, 4, 8, 16)})
+            yield from (replace(shared, policy="partial", k=k, plt_budget=allow_loss, localized=False) for k in taken)
+
+
+class _Search:
+    """Search of cadences for one profile and rate of failures."""
+
+    def __init__(self, profile: Profile, mtbf: float, scope: Scope) -> None:
+        self._profile, self._mtbf, self._scope = _with_spares(profile, mtbf), mtbf, scope
+        self._rarely = 0.0 if scope == "cluster" else EVERY_MEMORY
+
+    def best(self, system: Ours) -> PlannedRun:
+        """Return the candidate with its best cadences."""
+        step, found = self._profile.step_seconds, self._at_best_interval(system)
+        if system.policy != "differential":  # whose batches all go to storage
+            every, stored = found.every_n_steps or 1, self._stored(found)
+            seconds = [each for each in _STORAGE_SECONDS if each > stored.every * step]
+            slower = {every * max(1, math.ceil(each / step / every)) for each in seconds}
+            found = max([found, *(replace(found, storage_every=each) for each in sorted(slower))], key=self._share)
+            found = self._at_best_interval(found)
+        behaviour, stored = self._behaviour(found), self._stored(found)
+        cycle = self._cycle(behaviour)
+        hourly = stored.nbytes * 3600 / (step + behaviour.extra)
+        return PlannedRun(
+            system=found,
+            goodput=cycle,
+            window=found.window or 1,
+            every=found.every_n_steps or 1,
+            storage_seconds=stored.every * (step + behaviour.extra),
+            storage_nbytes_per_hour=hourly * cycle.share,
+            host_nbytes=round(behaviour.host_memory),
+            lost_portion=behaviour.unsaved * step / max(cycle.productive, step),
+            spares=self._profile.cluster.spares,
+            plans_storage=bool(found.storage_every),
+        )
+
+    def _at_best_interval(self, system: Ours) -> Ours:
+        """Return the candidate with its best steps between generations: of powers of 4 times a window, then closer and closer."""
+        least, factor = system.window or 1, 4.0
+        scale = _BASES if system.policy == "differential" else [round(least * factor**power) for power in range(9)]
+        best = max((replace(system, every_n_steps=every) for every in scale), key=self._share)
+        while system.policy != "differential" and (factor := factor**0.5) > _NEAR:
+            near = {max(least, round((best.every_n_steps or least) * by)) for by in (1 / factor, 1.0, factor)}
+            best = max((replace(system, every_n_steps=every) for every in sorted(near)), key=self._share)
+        return best
+
+    def _behaviour(self, system: Ours) -> Behaviour:
+        return system.behaviour(self._profile, self._mtbf)
+
+    def _stored(self, system: Ours) -> Any:
+        return next(place for place in self._behaviour(system).places if place.name == STORED)
+
+    def _share(self, system: Ours) -> float:
+        return self._cycle(self._behaviour(system)).share
+
+    def _cycle(self, behaviour: Behaviour) -> Goodput:
+        usual = mean_cycle(self._profile, behaviour, self._mtbf, self._scope)
+        if not self._rarely:
+            return usual
+        rare = asdict(mean_cycle(self._profile, behaviour, self._mtbf, "cluster"))
+        return Goodput(
+            **{name: (1 - self._rarely) * each + self._rarely * rare[name] for name, each in asdict(usual).items()}
+        )
+
+
+def _with_spares(profile: Profile, mtbf: float) -> Profile:
+    """Return the profile with as many spares as are hardly ever too few: machines under repair at once are a Poisson number."""
+    away = profile.costs.repair / mtbf
+    if profile.cluster.spares or not away:
+        return profile
+    spares, term = 0, math.exp(-away)
+    short = 1 - term
+    while short > _SPARES_SHORT and spares < 64:
+        spares += 1
+        term *= away / spares
+        short -= term
+    return replace(profile, cluster=replace(profile.cluster, spares=spares))
+
+
+def _memory(profile: Profile, planned: PlannedRun) -> int:
+    """Return the bytes of shared memory on a node, planned and laid out as in the run; the simulation's sum where numbers make no model."""
+    model, cluster, system = profile.model, profile.cluster, planned.system
+    described = {
+        "config": None,
+        "layers": model.layers,
+        "experts": model.experts,
+        "params": model.params,
+        "expert_params": model.expert_params,
+    }
+    described |= {"nodes": cluster.nodes, "ranks_per_node": cluster.ranks_per_node, "replicas": system.replicas}
+    described |= {"expert_parallel": cluster.expert_parallel, "stages": cluster.pipeline}
+    kinds: dict[str, Policy] = {
+        "sparse": SparsePolicy(window=planned.window, every_n_steps=planned.every),
+        "dense": DensePolicy(every_n_steps=planned.every),
+        "differential": DifferentialPolicy(every_n_steps=planned.every, batch=system.batch),
+        "partial": PartialPolicy(every_n_steps=planned.every, k=system.k),
+    }
+    items = rank_items(profile)
+    weights = sum(item.compute_nbytes for item in items) / sum(item.full_nbytes for item in items)
+    precision = "bf16-mixed" if weights < 0.25 else "32-true"
+    if model.nbytes_state < 8:
+        precision = "bf16-true"
+    try:
+        found = forecast_run(kinds[system.policy], described, precision)
+    except ConfigurationError:
+        return planned.host_nbytes
+    return int(cluster.ranks_per_node * sum(found["purposes"][min(found["purposes"])].values()))

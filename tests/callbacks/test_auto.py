@@ -1,0 +1,164 @@
+"""`callbacks.auto` measures, chooses and goes on: the same bits as a run without it, through a SIGKILL before the choice and one behind it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launcher import run_world
+from lightning.pytorch import Callback, Trainer
+from tiny import quiet_trainer, rows, waves, with_experts
+from typing_extensions import override
+
+from lightning_moe_ckpt import MoEStrategy
+from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint, auto
+from lightning_moe_ckpt.callbacks._auto import AutoCheckpoint
+from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.simulation import Profile
+
+STEPS = 108
+PROFILE = """\
+training: {step_seconds: 2.0}
+model: {layers: 4, experts: 8, params: 2e9, expert_params: 5e7}
+cluster: {nodes: 4, ranks_per_node: 4, expert_parallel: 4}
+speeds: {device_host: 10GB, host_host: 10GB, storage: 4GB}
+costs: {detection: 5s, startup: 30s, hooks_per_step: 0.0005, hooks_per_capture: 0.01, slowed_per_nbyte: 2.0e-11}
+"""
+
+
+class Killed(Callback):
+    """Slows steps down, and kills one rank behind a step, once storage or memory has a generation of it."""
+
+    def __init__(self, at: int | None, checkpoint: Any) -> None:
+        self.at, self.checkpoint = at, checkpoint
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, *args: object) -> None:
+        time.sleep(0.01)  # steps of a few ms leave storage no quiet ones
+        if self.at is not None and trainer.global_step == self.at:
+            self.checkpoint.wait_committed(20)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def trained(
+    rank: int, checkpoint: Callable[[], Any], *, ranks: int, kill_at: int | None = None, steps: int = STEPS
+) -> dict[str, Any]:
+    """Train, and return the weights, where the fit resumed and what was chosen."""
+    torch.manual_seed(1)
+    module, made = with_experts(), checkpoint()
+    options: dict[str, Any] = {"devices": ranks, "strategy": MoEStrategy()} if ranks > 1 else {}
+    trainer = quiet_trainer(Killed(kill_at if rank == 0 else None, made), made, max_steps=steps, **options)
+    trainer.fit(module, rows(waves(96, 8)))
+    chosen = getattr(made, "chosen", None)
+    return {
+        "weights": [parameter.detach() for parameter in module.parameters()],
+        "resumed": made.report.resumed_from,
+        "chosen": None
+        if chosen is None
+        else (type(chosen).__name__, vars(chosen).get("every_n_steps"), made.overhead_target),
+    }
+
+
+def start(ranks: int, checkpoint: Callable[[], Any], **options: Any) -> list[dict[str, Any]]:
+    work = partial(trained, checkpoint=checkpoint, ranks=ranks, **options)
+    return run_world(ranks, work, process_group=False)
+
+
+def killed(ranks: int, checkpoint: Callable[[], Any], at: int) -> None:
+    with pytest.raises(RuntimeError):  # the others are killed by the launcher, or leave
+        start(ranks, checkpoint, kill_at=at)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_run_that_chooses_ends_the_same(ranks: int, tmp_path: Path) -> None:
+    """Killed in the trial and behind the choice: later starts make the stored choice, on all ranks, and each weight has its bits."""
+    calm = start(ranks, lambda: DenseCheckpoint(tmp_path / "calm", every_n_steps=500))
+    url = tmp_path / "run"
+    measuring = partial(auto, url, mtbf="10min")
+    killed(ranks, measuring, 14)
+    assert not (url / "choice.json").exists()
+    killed(ranks, measuring, 100)
+    stored = json.loads((url / "choice.json").read_text())
+    assert stored["world_size"] == ranks
+    assert Profile.read(url / "profile.yaml").ranks == ranks
+    ends = start(ranks, measuring)
+    for end, reference in zip(ends, calm, strict=True):
+        assert all(map(torch.equal, end["weights"], reference["weights"]))
+        assert end["resumed"] >= 10
+        assert end["chosen"] == ends[0]["chosen"]
+        assert end["chosen"][0] == stored["callback"]
+        assert end["chosen"][2] == stored["arguments"].get("overhead_target", 0.03)
+    assert json.loads((url / "choice.json").read_text()) == stored
+
+
+def test_other_settings_choose_again_and_never_measure_again(tmp_path: Path) -> None:
+    """Another rate uses the stored profile; what is given is not chosen; `resume='never'` begins with a trial."""
+    (tmp_path / "profile.yaml").write_text(
+        PROFILE.replace("nodes: 4, ranks_per_node: 4, expert_parallel: 4", "nodes: 1")
+    )
+    stored = {
+        "callback": "DenseCheckpoint",
+        "arguments": {"every_n_steps": 7},
+        "mtbf": 600.0,
+        "replicas": None,
+        "world_size": 1,
+    }
+    (tmp_path / "choice.json").write_text(json.dumps(stored))
+
+    def recalled(mtbf: float, ranks: int = 1, **shared: Any) -> Any:
+        made = auto(tmp_path, mtbf=mtbf, **shared)
+        assert isinstance(made, AutoCheckpoint)
+        return made._recalled(ranks)
+
+    assert recalled(600.0) == ["DenseCheckpoint", {"every_n_steps": 7}]
+    assert recalled(600.0, ranks=2) is None
+    assert recalled(600.0, resume="never") is None
+    name, arguments = recalled(3600.0)
+    assert (name, arguments) != ("DenseCheckpoint", {"every_n_steps": 7})
+    assert json.loads((tmp_path / "choice.json").read_text())["mtbf"] == 3600.0
+    assert recalled(3600.0) == [name, arguments]
+
+
+def test_what_cannot_be_chosen_leaves_the_trial(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An ERROR says what cannot work, and training goes on with the checkpoints it has."""
+    made = auto(tmp_path / "run", mtbf=1e-6)
+    (end,) = [trained(0, lambda: made, ranks=1, steps=80)]
+    assert end["chosen"] is None
+    assert made.report.generations_complete >= 2
+    assert "must be longer than a step" in caplog.text
+
+
+def test_with_a_profile_the_callback_is_chosen_at_once(tmp_path: Path) -> None:
+    """Arguments that are given are kept."""
+    (profile := tmp_path / "profile.yaml").write_text(PROFILE)
+    made = auto(tmp_path / "run", mtbf="1h", profile=profile)
+    assert isinstance(made, SparseCheckpoint | DenseCheckpoint)
+    assert made.every_n_steps is not None
+    assert made.every_n_steps > 1
+    assert made.replicas >= 1
+    given = auto(tmp_path / "run", mtbf="1h", profile=str(profile), replicas=0, overhead_target=0.5, keep=3)
+    assert (given.replicas, given.overhead_target, given.keep) == (0, 0.5, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"mtbf": "soon"}, r"`auto\(mtbf='soon'.*must be a time"),
+        ({"mtbf": 0}, r"`auto\(mtbf=0\)` must be longer than 0"),
+        ({"mtbf": "1h", "allow_loss": "much"}, r"allow_loss='much'"),
+        ({"mtbf": "1h", "allow_loss": "0.05"}, r"`auto\(allow_loss='0.05'\)` without a profile"),
+        ({"mtbf": "1h", "profile": "nowhere.yaml"}, r"nowhere.yaml: no profile can be read"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: dict[str, Any], says: str, tmp_path: Path) -> None:
+    """With what is wanted."""
+    with pytest.raises(ConfigurationError, match=says):
+        auto(tmp_path, **arguments)
