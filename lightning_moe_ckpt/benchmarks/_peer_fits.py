@@ -46,6 +46,7 @@ from lightning_moe_ckpt.benchmarks._fits import (
     quiet_lightning,
 )
 from lightning_moe_ckpt.benchmarks._peer_systems import (
+    BESIDE_AGENT,
     SYSTEMS,
     LightningSaving,
     dlrover_agent,
@@ -95,6 +96,7 @@ class PeerFit:
         """Train, and hand over a `PeerTurn` at the end of each turn, or a `Stopped` at each stop."""
         system, place = SYSTEMS[self.system], self.folder
         own_memory(self.memory, lost=self.lost)
+        os.environ.update(BESIDE_AGENT if self.stops else {})
         if system.place == "memory" and not system.is_ours:
             place = self.memory
         place.mkdir(parents=True, exist_ok=True)

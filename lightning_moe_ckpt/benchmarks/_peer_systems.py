@@ -161,8 +161,10 @@ class DlroverSaving(StateSaving):
 
     @override
     def load(self) -> dict[str, Any] | None:
-        state: dict[str, Any] = self._saver.load_checkpoint()
-        return state.get("model_states", state)
+        # What it returns lies in its shared memory: an optimizer that takes it would train the copy.
+        state: dict[str, Any] = cloned(self._saver.load_checkpoint())
+        state = state.get("model_states", state)
+        return state
 
     @override
     def write(self, step: int, state: dict[str, Any]) -> None:
@@ -178,12 +180,21 @@ class DlroverSaving(StateSaving):
 
 
 def dlrover_agent(name: str) -> multiprocessing.process.BaseProcess:
-    """Return a process that keeps what is in memory when the trainer dies, as `dlrover-run` does beside it."""
-    os.environ |= {"ROLE_NAME": "dlrover-trainer", "TORCHELASTIC_RUN_ID": name}  # so trainers start none of their own
-    engine: Any = importlib.import_module("dlrover.trainer.torch.flash_checkpoint.engine")
-    agent = multiprocessing.get_context("fork").Process(target=engine.start_async_save, daemon=True)
+    """Return a process that keeps what is in memory when the trainer dies, as `dlrover-run` does beside it.
+
+    Trainers that find `BESIDE_AGENT` in their environment start no process of their own instead.
+    """
+    agent = multiprocessing.get_context("fork").Process(target=_keep, args=(name,), daemon=True)
     agent.start()
     return agent
+
+
+def _keep(name: str) -> None:
+    os.environ["TORCHELASTIC_RUN_ID"] = name
+    importlib.import_module("dlrover.trainer.torch.flash_checkpoint.engine").start_async_save()
+
+
+BESIDE_AGENT = {"ROLE_NAME": "dlrover-trainer"}
 
 
 class LmResiliencySaving(StateSaving):
@@ -239,6 +250,7 @@ class NvrxLocalSaving(StateSaving):
         self._held = states.BasicTensorAwareStateDict
         # It asserts tensors of a CUDA device, and puts them there again.
         self._held.__init__ = lambda held, state: held.__dict__.update(state_dict=state, _is_hollow=False)
+        self._held.restore_tensor_device = lambda *_, **__: None
         self._held.copy_tensors_to_cpu = lambda held, **_: held.__dict__.update(state_dict=cloned(held.state_dict))
         self._keeper = importlib.import_module(f"{place}.ckpt_managers.local_manager").LocalCheckpointManager(
             self._folder
@@ -392,7 +404,7 @@ SYSTEMS: dict[str, PeerSystem] = {
     f"{policy}-{place}": _own(policy, place)
     for place in ("memory", "storage")
     for policy in ("sparse", "dense", "differential", "partial", "selective")
-}  # type: ignore[assignment]
+}
 """All of them, by the name on the command line."""
 
 
