@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -163,8 +163,7 @@ class DlroverSaving(StateSaving):
     def load(self) -> dict[str, Any] | None:
         # What it returns lies in its shared memory: an optimizer that takes it would train the copy.
         state: dict[str, Any] = cloned(self._saver.load_checkpoint())
-        state = state.get("model_states", state)
-        return state
+        return cast("dict[str, Any]", state.get("model_states", state))
 
     @override
     def write(self, step: int, state: dict[str, Any]) -> None:
