@@ -82,7 +82,7 @@ class Environment:
     def __init__(self, python: str, names: Sequence[str], folder: Path) -> None:
         path = os.pathsep.join([str(_PACKAGE), *filter(None, [os.environ.get("PYTHONPATH")])])
         code = "import sys; from lightning_moe_ckpt.benchmarks._peer_fits import serve; serve(sys.argv[1])"
-        self._log = folder / "log"
+        self._log, self._bare_nbytes = folder / "log", cast("int | None", None)
         with Listener(str(folder / "socket"), "AF_UNIX") as listener, self._log.open("wb") as log:
             self._process = subprocess.Popen(  # noqa: S603  # our own command
                 [python, "-c", code, listener.address],
@@ -99,6 +99,13 @@ class Environment:
     def turn(self, fit: PeerFit) -> PeerTurn:
         """Give a training a turn, which begins with the first."""
         return cast("PeerTurn", self._ask(("turn", fit)))
+
+    def bare_nbytes(self, fit: PeerFit) -> int:
+        """Return the memory of a training without checkpoints in this process's forks, which share what was imported."""
+        if self._bare_nbytes is None:
+            self.turn(fit)
+            self._bare_nbytes = self.turn(fit).memory_nbytes
+        return self._bare_nbytes
 
     def kill(self, fit: PeerFit, num_kills: int) -> PeerKills:
         """Kill trainings."""

@@ -49,6 +49,7 @@ from lightning_moe_ckpt.benchmarks._peer_systems import (
     BESIDE_AGENT,
     SYSTEMS,
     LightningSaving,
+    die_with_parent,
     dlrover_agent,
     forget,
 )
@@ -95,6 +96,7 @@ class PeerFit:
     def __call__(self, hand_over: HandOver[Any]) -> None:
         """Train, and hand over a `PeerTurn` at the end of each turn, or a `Stopped` at each stop."""
         system, place = SYSTEMS[self.system], self.folder
+        die_with_parent()
         own_memory(self.memory, lost=self.lost)
         os.environ.update(BESIDE_AGENT if self.stops else {})
         if system.place == "memory" and not system.is_ours:
@@ -524,6 +526,7 @@ def _flip(places: list[Path], pattern: bytes) -> bool:
 
 def serve(address: str) -> None:
     """Import what trainings of an environment need, and do what is asked for at `address`, until that closes."""
+    die_with_parent()
     with Client(address) as pipe, ExitStack() as stack:
         names: list[str] = pipe.recv()
         pipe.send(_imported(names))

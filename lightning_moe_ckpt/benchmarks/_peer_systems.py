@@ -9,10 +9,13 @@ github.com/LMResiliency/lm-resiliency, `docs/gemini.md`; NVRx, github.com/NVIDIA
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import multiprocessing
 import os
 import shutil
+import signal
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -189,6 +192,7 @@ def dlrover_agent(name: str) -> multiprocessing.process.BaseProcess:
 
 
 def _keep(name: str) -> None:
+    die_with_parent()
     os.environ["TORCHELASTIC_RUN_ID"] = name
     importlib.import_module("dlrover.trainer.torch.flash_checkpoint.engine").start_async_save()
 
@@ -405,6 +409,12 @@ SYSTEMS: dict[str, PeerSystem] = {
     for policy in ("sparse", "dense", "differential", "partial", "selective")
 }
 """All of them, by the name on the command line."""
+
+
+def die_with_parent() -> None:
+    """Let the kernel kill this process when its parent ends, however that ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
 
 
 def forget(name: str) -> None:

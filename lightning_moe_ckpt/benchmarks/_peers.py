@@ -63,8 +63,8 @@ class Paired:
 
     @property
     def is_resolved(self) -> bool:
-        """Whether the interval is no wider than the median is large."""
-        return self.high - self.low <= abs(self.median)
+        """Whether the interval is no wider than the median is large; nothing is by fewer than three numbers."""
+        return self.coverage > 0.5 and self.high - self.low <= abs(self.median)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,7 +116,7 @@ def measure(options: SimpleNamespace, progress: Progress) -> list[PeerFigure]:
         for index, name in enumerate(names):
             progress(f"watching, then killing: {name}", index, len(names))
             rows[name].take_rest(options.peer_kills)
-        figures = ranked([row.figure(bare.held_nbytes) for row in rows.values()])
+        figures = ranked([row.figure() for row in rows.values()])
     if options.page is not None:
         write_page(options.page, figures, machine, options)
     if options.png is not None:
@@ -174,7 +174,7 @@ class _Row:
             self._fit, folder=folder / "bare", memory=memory / "bare", turns=2 * options.rounds * num_rows
         )
         self._rounds, self._kills = list[tuple[PeerTurn, PeerTurn, PeerTurn, PeerTurn]](), list[PeerKills]()
-        self._watched = list[PeerTurn]()
+        self._watched, self._bare_nbytes = list[PeerTurn](), 0
 
     @contextmanager
     def _trying(self) -> Iterator[None]:
@@ -186,11 +186,6 @@ class _Row:
     def bare_turn(self) -> PeerTurn:
         """Give the training that others are compared with a turn."""
         return self.environment.turn(self._bare)
-
-    @property
-    def held_nbytes(self) -> int:
-        """Host memory of the training while it was watched."""
-        return self._watched[0].memory_nbytes if self._watched else 0
 
     def take_round(self, bare_turn: Callable[[], PeerTurn]) -> None:
         """Take four turns, of which those without checkpoints are in the middle."""
@@ -204,10 +199,12 @@ class _Row:
         if not self.missing:
             with self._trying():
                 self._watched.append(self.environment.turn(self._fit))
+                alike = replace(self._bare, folder=self._killed.folder / "bare", turns=1)
+                self._bare_nbytes = self.environment.bare_nbytes(alike)
             with self._trying():
                 self._kills.append(self.environment.kill(self._killed, num_kills))
 
-    def figure(self, bare_nbytes: int) -> PeerFigure:
+    def figure(self) -> PeerFigure:
         """Return the row."""
         system = SYSTEMS[self.name]
         facts: dict[str, Any] = {"versions": REQUIREMENTS.get(system.environment, ()), "missing": self.missing}
@@ -224,7 +221,7 @@ class _Row:
             safe = self._watched[0].safe_seconds
             facts |= {
                 "safe_seconds": statistics.median(safe) if safe else None,
-                "memory_nbytes": self._watched[0].memory_nbytes - bare_nbytes,
+                "memory_nbytes": self._watched[0].memory_nbytes - self._bare_nbytes,
             }
         kills = self._kills[0] if self._kills else None
         return PeerFigure(system=self.name, label=system.label, place=system.place, kills=kills, **facts)
