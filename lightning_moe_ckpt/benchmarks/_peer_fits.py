@@ -23,7 +23,7 @@ from datetime import timedelta
 from itertools import pairwise
 from multiprocessing.connection import Client
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -82,7 +82,7 @@ class PeerFit:
     steps: int
     """Of a turn: not measured, and measured."""
     turns: int = 0
-    """Turns before the one that is watched."""
+    """_Turns before the one that is watched."""
     stops: tuple[int, ...] = ()
     """Steps after which to stand still, of a training that is killed; empty for one that has turns."""
     lost: bool = False
@@ -94,7 +94,7 @@ class PeerFit:
         return f"{self.folder.parent.name}-{self.system}"
 
     def __call__(self, hand_over: HandOver[Any]) -> None:
-        """Train, and hand over a `PeerTurn` at the end of each turn, or a `Stopped` at each stop."""
+        """Train, and hand over a `PeerTurn` at the end of each turn, or a `_Stopped` at each stop."""
         system, place = SYSTEMS[self.system], self.folder
         die_with_parent()
         own_memory(self.memory, lost=self.lost)
@@ -105,7 +105,7 @@ class PeerFit:
         checkpoint = system.make(place, self.every, self.name)
         gate = StorageGate()
         resting = isinstance(checkpoint, CheckpointCallback) and system.place == "memory"
-        tap: Callback = Stops(self, checkpoint, hand_over) if self.stops else Turns(self, checkpoint, hand_over)
+        tap: Callback = _Stops(self, checkpoint, hand_over) if self.stops else _Turns(self, checkpoint, hand_over)
         with ExitStack() as stack:
             for each in (one_thread(), quiet_lightning(), patient_storage()):
                 stack.enter_context(each)
@@ -121,11 +121,11 @@ class PeerFit:
             )
             torch.manual_seed(0)
             found = checkpoint.found if isinstance(checkpoint, LightningSaving) else None
-            loader = DataLoader(Tokens(self.size, checkpoint), batch_size=self.size.batch_size)
+            loader = DataLoader(_Tokens(self.size, checkpoint), batch_size=self.size.batch_size)
             trainer.fit(BenchModel(self.size), loader, ckpt_path=None if found is None else str(found))
 
 
-class Tokens(Dataset[tuple[Tensor]]):
+class _Tokens(Dataset[tuple[Tensor]]):
     """Random tokens, from the step on that `checkpoint` went on from, if it saves no place in the data."""
 
     def __init__(self, size: ModelSize, checkpoint: Callback | None) -> None:
@@ -167,7 +167,7 @@ class _Resting(Callback):
 # -- turns
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PeerTurn:
     """Means per step of a turn; the last turn's have what a thread saw."""
 
@@ -198,7 +198,7 @@ def newest_of(checkpoint: Any, place: str) -> int:
     return int(checkpoint.newest())
 
 
-class Turns(Callback):
+class _Turns(Callback):
     """Measure the last steps of every turn."""
 
     def __init__(self, fit: PeerFit, checkpoint: Callback | None, hand_over: HandOver[PeerTurn]) -> None:
@@ -206,7 +206,7 @@ class Turns(Callback):
         self._place = SYSTEMS[fit.system].place
         self._watch: _Watch | None = None
         self._turns = 0
-        self._before: tuple[float, float, tuple[float, float]]
+        self._before: tuple[float, ...]
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
@@ -218,23 +218,15 @@ class Turns(Callback):
             self._before = self._read()
         elif within == 0:
             now, before = self._read(), self._before
-            gained = [(after - earlier) / fit.steps for after, earlier in zip(now[2], before[2], strict=True)]
-            seen = self._seen(step)
-            turn = PeerTurn(
-                seconds=(now[0] - before[0]) / fit.steps,
-                beside_seconds=(now[1] - before[1]) / fit.steps,
-                hook_seconds=gained[0],
-                nbytes=gained[1],
-                **seen,
-            )
-            self._hand_over(turn)
+            wall, beside, hooks, nbytes = ((after - was) / fit.steps for after, was in zip(now, before, strict=True))
+            self._hand_over(PeerTurn(wall, beside, hooks, nbytes, **self._seen(step)))
             self._turns += 1
             if self._turns == fit.turns:
                 self._watch = _Watch(self._checkpoint, self._place, [fit.memory, *_segments(fit.name)])
 
-    def _read(self) -> tuple[float, float, tuple[float, float]]:
+    def _read(self) -> tuple[float, ...]:
         cpu = time.process_time() - time.thread_time() + sum(map(_cpu_seconds, descendants(os.getpid())))
-        return time.perf_counter(), cpu, cost_of(self._checkpoint)
+        return time.perf_counter(), cpu, *cost_of(self._checkpoint)
 
     def _seen(self, step: int) -> dict[str, Any]:
         """Wait until what was saved is safe; the step under way saves nothing that is awaited."""
@@ -326,26 +318,20 @@ def _files(place: Path) -> Iterator[Path]:
 # -- kills
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stopped:
+class _Stopped(NamedTuple):
     """A training that stands still."""
 
-    at: float
-    """When its last step ended, by the clock that processes share."""
-    first: int
-    """Step that it went on from; 0 for a fresh start."""
-    digests: dict[int, str]
-    """Digest of all weights and of the optimizer, by step."""
-    patterns: dict[int, bytes]
-    """Bytes in the middle of a weight, by step."""
-    said: str
-    """What the process has warned of."""
+    at: float  # when its last step ended, by the clock that processes share
+    first: int  # step that it went on from; 0 for a fresh start
+    digests: dict[int, str]  # of all weights and of the optimizer, by step
+    patterns: dict[int, bytes]  # in the middle of a weight, by step
+    said: str  # what the process has warned of
 
 
-class Stops(Callback):
+class _Stops(Callback):
     """Hand over after some steps."""
 
-    def __init__(self, fit: PeerFit, checkpoint: Callback | None, hand_over: HandOver[Stopped]) -> None:
+    def __init__(self, fit: PeerFit, checkpoint: Callback | None, hand_over: HandOver[_Stopped]) -> None:
         self._fit, self._checkpoint, self._hand_over = fit, checkpoint, hand_over
         self._digests, self._patterns = dict[int, str](), dict[int, bytes]()
         self._said, self._first = _Said(), 0
@@ -362,10 +348,7 @@ class Stops(Callback):
         step, at = self._step(trainer), time.monotonic()
         self._note(step, trainer, pl_module)
         if step in self._fit.stops:
-            stopped = Stopped(
-                at=at, first=self._first, digests=self._digests, patterns=self._patterns, said=self._said.text
-            )
-            self._hand_over(stopped)
+            self._hand_over(_Stopped(at, self._first, self._digests, self._patterns, self._said.text))
 
     def _step(self, trainer: Trainer) -> int:
         return first_of(self._checkpoint) + trainer.global_step
@@ -421,11 +404,11 @@ class _Node:
         self._fit, self._spared = fit, SYSTEMS[fit.system].place == "memory"
         self._orphans, self._agent = list[int](), self._new_agent()
 
-    def start(self, *stops: int) -> TurnTaker[Stopped]:
+    def start(self, *stops: int) -> TurnTaker[_Stopped]:
         """Begin a training that stands still after these steps."""
         return TurnTaker(replace(self._fit, stops=stops, lost=not self._spared), _TURN)
 
-    def kill(self, training: TurnTaker[Stopped]) -> float:
+    def kill(self, training: TurnTaker[_Stopped]) -> float:
         """Kill it by SIGKILL and return when that was, by the clock that processes share."""
         self._orphans += descendants(training.pid)
         at = time.monotonic()
@@ -462,7 +445,7 @@ def kill(fit: PeerFit, num_kills: int) -> PeerKills:
         TurnFailed: something else did.
     """
     stops = [(4 + 2 * i) * fit.every - 1 for i in range(num_kills + 1)]
-    node, after = _Node(fit), list[Stopped]()
+    node, after = _Node(fit), list[_Stopped]()
     training = node.start(stops[0])
     try:
         before, found = [training.take()], list[tuple[float, bool, bool]]()
@@ -491,7 +474,7 @@ def kill(fit: PeerFit, num_kills: int) -> PeerKills:
     )
 
 
-def _after_flip(fit: PeerFit, node: _Node, before: Stopped, stop: int) -> tuple[TurnTaker[Stopped], tuple[str, str]]:
+def _after_flip(fit: PeerFit, node: _Node, before: _Stopped, stop: int) -> tuple[TurnTaker[_Stopped], tuple[str, str]]:
     """Flip a bit of what was saved last, start a training, and return it with what became of the bit."""
     places = [fit.memory, *_segments(fit.name)] if SYSTEMS[fit.system].place == "memory" else [fit.folder]
     flipped = next((step for step in sorted(before.patterns)[::-1] if _flip(places, before.patterns[step])), 0)

@@ -119,13 +119,13 @@ def test_what_was_not_measured_is_a_row(tmp_path: Path) -> None:
         replace(figure("nvrx-local"), added=None, missing="no pip"),
     ]
     page = tmp_path / "page.md"
-    page.write_text("above\n<!-- written by `moe-ckpt bench peers --page` -->\nold\n<!-- end of peers -->\nbelow\n")
+    page.write_text("above\n<!-- written by `moe-ckpt bench peers --page` -->\nthe table before\n<!-- end of peers -->\nbelow\n")
     for _ in range(2):  # the second table is in the place of the first
         write_page(page, rows, Machine.read(), OPTIONS)
     text = page.read_text()
     assert text.startswith("above\n")
     assert text.endswith("\nbelow\n")
-    assert "old" not in text
+    assert "the table before" not in text
     assert text.count("| nvrx-local, memory | not measured: no pip |") == 1
     assert "those saved; later steps got other data" in text
     draw(rows, tmp_path / "picture.png")
