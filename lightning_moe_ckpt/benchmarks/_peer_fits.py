@@ -9,6 +9,7 @@ until what it saved is safe, so that the machine is free for the next turn. The 
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import logging
 import os
@@ -91,7 +92,7 @@ class PeerFit:
     @property
     def name(self) -> str:
         """Name of this run among all on the machine."""
-        return f"{self.folder.parent.name}-{self.system}"
+        return f"moe-ckpt-{hashlib.sha256(str(self.folder).encode()).hexdigest()[:16]}"
 
     def __call__(self, hand_over: HandOver[Any]) -> None:
         """Train, and hand over a `PeerTurn` at the end of each turn, or a `_Stopped` at each stop."""

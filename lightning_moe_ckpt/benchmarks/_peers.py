@@ -114,9 +114,15 @@ def measure(options: SimpleNamespace, progress: Progress) -> list[PeerFigure]:
             progress(f"training, checkpoints: {name}", index, num_rounds)
             rows[name].take_round(bare.bare_turn)
         for index, name in enumerate(names):
+            _write(rows, machine, options)  # what is known, in case somebody ends this
             progress(f"watching, then killing: {name}", index, len(names))
             rows[name].take_rest(options.peer_kills)
-        figures = ranked([row.figure() for row in rows.values()])
+        return _write(rows, machine, options)
+
+
+def _write(rows: Mapping[str, _Row], machine: Machine, options: SimpleNamespace) -> list[PeerFigure]:
+    """Write the page and the picture that were asked for, and return the figures."""
+    figures = ranked([row.figure() for row in rows.values()])
     if options.page is not None:
         write_page(options.page, figures, machine, options)
     if options.png is not None:
@@ -309,7 +315,7 @@ def row_of(figure: PeerFigure) -> list[str]:
     if figure.system == _BASE:
         row[5] = ""
     if kills is None:
-        return [*row, f"failed: {figure.missing}", *[""] * 3, ", ".join(figure.behind)]
+        return [*row, f"failed: {figure.missing}" if figure.missing else "", *[""] * 3, ", ".join(figure.behind)]
     low, high = min(kills.seconds), max(kills.seconds)
     repeated = {stop - first for stop, first in zip(kills.killed_at, kills.resumed_from, strict=True)}
     return [
@@ -317,7 +323,7 @@ def row_of(figure: PeerFigure) -> list[str]:
         f"{statistics.median(kills.seconds):.2f} ({low:.2f} to {high:.2f})",
         "all: no copy is left" if not all(kills.resumed_from) else " or ".join(map(str, sorted(repeated))),
         _bits(kills),
-        f"{kills.flip}{f': {kills.flip_said}' if kills.flip == 'noticed' else ''}",
+        "" if figure.system == _BASE else f"{kills.flip}{f': {kills.flip_said}' if kills.flip == 'noticed' else ''}",
         ", ".join(figure.behind),
     ]
 
