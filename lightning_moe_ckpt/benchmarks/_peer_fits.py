@@ -476,9 +476,9 @@ def kill(fit: PeerFit, num_kills: int) -> PeerKills:
 
 
 def _after_flip(fit: PeerFit, node: _Node, before: _Stopped, stop: int) -> tuple[TurnTaker[_Stopped], tuple[str, str]]:
-    """Flip a bit of what was saved last, start a training, and return it with what became of the bit."""
+    """Flip a bit in every copy of a weight at steps of the last process, start a training, and return it with what became of that."""
     places = [fit.memory, *_segments(fit.name)] if SYSTEMS[fit.system].place == "memory" else [fit.folder]
-    flipped = next((step for step in sorted(before.patterns)[::-1] if _flip(places, before.patterns[step])), 0)
+    flipped = {step for step, pattern in before.patterns.items() if _flip(places, pattern)}
     training = node.start(stop)
     if not flipped:
         return training, ("none flipped", "nothing that was saved has the bytes of the weight")
@@ -486,9 +486,9 @@ def _after_flip(fit: PeerFit, node: _Node, before: _Stopped, stop: int) -> tuple
         new = training.take()
     except (CheckpointError, TurnFailed) as error:
         return training, ("noticed", f"refused: {str(error).strip().splitlines()[-1]}"[:200])
-    if new.first < flipped or _SAID.search(new.said):
+    if new.first not in flipped or _SAID.search(new.said):
         return training, ("noticed", f"went on from step {new.first}" if new.first else "began anew")
-    same = new.digests.get(new.first) == before.digests.get(new.first) or new.digests[stop] == before.digests[stop]
+    same = new.digests[new.first] == before.digests[new.first] or new.digests[stop] == before.digests[stop]
     return training, ("no effect" if same else "not noticed", "")
 
 
