@@ -455,7 +455,7 @@ def kill(fit: PeerFit, num_kills: int) -> PeerKills:
             training = node.start(stop + 1, until)
             new, old = training.take(), before[-1]
             after.append(new)
-            state = not new.first or new.digests[new.first] == old.digests[new.first]
+            state = not new.first or new.digests[new.first] == old.digests.get(new.first)
             found.append((new.at - at, state, new.digests[stop] == old.digests[stop]))
             before.append(training.take())
         node.kill(training)
