@@ -122,10 +122,6 @@ _BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what other
             number("--device-elements", 10**9, "On a GPU."),
         ],
     ),
-    "peers": (
-        "What checkpoints in memory add to a step beside DLRover and lm-resiliency, where these are installed.",
-        BENCHMARKS["overhead"][1],
-    ),
     "breakdown": (
         "Where the time of checkpoints goes: microseconds by hook, CPU time by thread beside.",
         BENCHMARKS["overhead"][1],

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from lightning.pytorch import Callback
 from rich.console import Group, RenderableType
 
-from benchmarks.costs import Cost
+from benchmarks.costs import Cost, Goal
 from lightning_moe_ckpt.benchmarks import _overhead
 from lightning_moe_ckpt.benchmarks._benchmark import Progress, table_of
 from lightning_moe_ckpt.benchmarks._overhead import OverheadFigure
@@ -35,6 +35,14 @@ _PROCESSES = Path("/proc")
 ENDED = "threads that ended"
 _USUAL = ("sparse8", "dense1", "dense4", "partial1", "selective1")
 _NOTHING = Cost(0.0, 0.0)
+GOALS = {
+    "sparse8-memory": Goal("sparse", "sparse, window 8, memory only", 2.0, "ms", at_least=False),
+    "dense1-memory": Goal("dense", "dense at every step, memory only", 4.0, "ms", at_least=False),
+    "dense4-memory": Goal("dense 4", "dense every 4 steps, memory only", 1.0, "ms", at_least=False),
+}
+"""Limits of the time added to a step."""
+IDLE = Goal("idle", "steps at which nothing is taken", 0.3, "ms", at_least=False)
+SHARE = Goal("share", "of a step, with storage", 0.03, "of a step", at_least=False)
 
 
 class CostMeter:
@@ -192,7 +200,28 @@ def table(figures: Sequence[OverheadFigure]) -> RenderableType:
     peers = [figure for figure in figures if VARIANTS[figure.variant].system in PEERS]
     ours = [figure for figure in figures[1:] if VARIANTS[figure.variant].system not in PEERS]
     own = _table(f"{title}: microseconds per step", ours, dict.fromkeys(every, 1))
-    return Group(own, _table("The same of other systems: microseconds per save", peers, every)) if peers else own
+    others = [_table("The same of other systems: microseconds per save", peers, every)] if peers else []
+    return Group(own, *others, *judged(figures))
+
+
+def judged(figures: Sequence[OverheadFigure]) -> list[str]:
+    """Return a line per goal that something was measured for."""
+    by_name, lines = {figure.variant: figure for figure in figures}, list[str]()
+
+    def judge(goal: Goal, measured: float) -> None:
+        lines.append(f"{goal.what}: {measured:+.2f} ms, goal {goal}: {goal.outcome(measured)}")
+
+    for name, goal in GOALS.items():
+        if (figure := by_name.get(name)) is None:
+            continue
+        judge(goal, figure.added_seconds * 1e3)
+        if figure.added_idle_seconds is not None:
+            judge(IDLE, figure.added_idle_seconds * 1e3)
+    for name, figure in by_name.items():
+        if VARIANTS[name].system in ("sparse", "dense") and not VARIANTS[name].memory_only:
+            share = figure.added_seconds / figures[0].mean_seconds
+            lines.append(f"{name}, with storage: {share:.1%} of a step, goal at most 3%: {SHARE.outcome(share)}")
+    return lines
 
 
 def _table(title: str, figures: Sequence[OverheadFigure], per: Mapping[str, int]) -> RenderableType:

@@ -471,7 +471,25 @@ BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what others
             *_FITS,
         ],
     ),
+    "peers": (
+        "Steps, CPU, memory and kills beside other systems, each in an environment that pip makes.",
+        [
+            _option("--peers", "What is measured (default: all); a wrong name lists them.", "A,B"),
+            number("--every", 4, "Steps between two saves."),
+            number("--peer-kills", 2, "Kills of every system."),
+            _option(
+                "--envs", "For environments, which stay (default: a folder in the user's cache).", "PATH", type=Path
+            ),
+            *_FITS[:3],
+            *_FITS[5:],
+            _option("--peers-folder", "For checkpoints (default: the temporary directory).", "PATH", type=Path),
+            _option("--png", "Draw what is added to a step.", "PATH", type=Path),
+            _option("--page", "Put the table into a page, between its marks.", "PATH", type=Path),
+        ],
+    ),
 }
+_APART = {"peers"}
+"""Not among `all`: it installs what others wrote."""
 
 
 def bench(benchmarks: Benchmarks, place: str) -> click.Group:
@@ -483,8 +501,8 @@ def bench(benchmarks: Benchmarks, place: str) -> click.Group:
             *(_bench(name, summary, {name: params}, place) for name, (summary, params) in benchmarks.items()),
             _bench(
                 "all",
-                "All of them, one after another.",
-                {name: benchmark[1] for name, benchmark in benchmarks.items()},
+                "All of them but peers, one after another.",
+                {name: benchmark[1] for name, benchmark in benchmarks.items() if name not in _APART},
                 place,
             ),
         ],

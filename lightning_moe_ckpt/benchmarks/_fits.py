@@ -306,6 +306,11 @@ class TurnTaker(Generic[Result]):
         self._process.join(self._patience.total_seconds())
         self.kill()
 
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid or 0
+
     def kill(self) -> None:
         """End the process by SIGKILL, and wait for its end."""
         self._process.kill()

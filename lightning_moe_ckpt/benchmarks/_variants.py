@@ -35,6 +35,7 @@ from lightning_moe_ckpt.callbacks import (
     SparseCheckpoint,
 )
 from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.storage import Resume
 
 
 class SavingEvery(Callback):
@@ -50,6 +51,11 @@ class SavingEvery(Callback):
         self._folder, self._every, self._first = folder, every_n_steps, first_step
         self.seconds, self.nbytes = 0.0, 0
         """Training-thread time in saves so far, and the bytes saved on one rank: all ranks have the same state."""
+
+    @property
+    def first_step(self) -> int:
+        """Step of the checkpoint that the fit began with."""
+        return self._first
 
     @override
     def on_train_batch_end(
@@ -231,14 +237,14 @@ def chosen_variants(options: SimpleNamespace) -> list[Variant]:
     return [VARIANTS["none"], *([VARIANTS[name] for name in names] or [*_POLICIES, *_PEER_VARIANTS])]
 
 
-def checkpoint_of(variant: Variant, url: str) -> Callback | None:
+def checkpoint_of(variant: Variant, url: str, resume: Resume = "never") -> Callback | None:
     """Return the callback that saves to `url`, a `file://` for other systems; `None` for no checkpoints."""
     system, every = variant.system, variant.every
     if system in PEERS:
         folder = Path(url.removeprefix("file://"))
         folder.mkdir(parents=True, exist_ok=True)
         return PEERS[system](folder, every_n_steps=every)
-    shared: dict[str, Any] = {"resume": "never", **shared_arguments(memory_only=variant.memory_only)}
+    shared: dict[str, Any] = {"resume": resume, **shared_arguments(memory_only=variant.memory_only)}
     if system in ("sparse", "monitored"):
         return SparseCheckpoint(url, window=every or "auto", **shared)
     policies = {

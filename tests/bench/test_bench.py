@@ -30,7 +30,6 @@ from benchmarks import (
     in_place,
     native,
     native_goals,
-    peers,
     recovery,
     replicas,
     scale,
@@ -110,7 +109,6 @@ TINY = {
         *("--quality-out", str(Path(tempfile.gettempdir()) / "moe-ckpt-test-quality")),
     ),
     "papers": ("--only", "pec-5a"),
-    "peers": TINY_FITS,
     "replicas": ("--replica-ranks", "2", "--replica-kills", "1"),
     "persist": (
         *("--generation-megabytes", "1", "--segments", "2", "--persist-rounds", "2", "--persist-steps", "12"),
@@ -276,7 +274,7 @@ def test_overhead_table_names_every_cause_of_waits(overhead: dict[str, OverheadF
     shown = _shown(_overhead.table(list(overhead.values())))
     assert all(name in shown for name in overhead)
     assert all(f"waits in ms, {variant}: " in shown for variant in ("sparse4", "dense1"))
-    assert any(line.startswith("sparse4, with storage: ") for line in peers.judged(list(overhead.values())))
+    assert any(line.startswith("sparse4, with storage: ") for line in breakdown.judged(list(overhead.values())))
 
 
 def test_a_breakdown_adds_up(tmp_path: Path) -> None:
@@ -449,21 +447,6 @@ def test_ranks_of_other_launchers_stand_in_the_same_table() -> None:
     shown = _shown(replicas.table([ours, replace(ours, launcher=replicas.TORCHFT)]))
     assert all(text in shown for text in ("moe-ckpt run --spares 1", replicas.TORCHFT, "34.00 to 34.00"))
     assert "pip install torchft" in _shown(replicas.table([ours]))
-
-
-@pytest.mark.soak
-def test_other_systems_are_measured_where_they_are_installed() -> None:
-    """Ours are measured in any case, and whatever else is missing is said."""
-    figures = [OverheadFigure(**row) for row in _document("peers")["peers"]]
-    assert [figure.variant for figure in figures][:4] == ["none", "sparse4-memory", "dense1-memory", "dense4-memory"]
-    others = {figure.variant for figure in figures[4:]}
-    assert others <= {"dlrover1", "dlrover4", "lm-resiliency4"}
-    shown = _shown(peers.table(figures))
-    assert ("nothing to compare with is installed: dlrover, lm-resiliency" in shown) == (not others)
-    twice = [replace(figures[2], variant="dlrover1", added_seconds=2.0), replace(figures[2], added_seconds=1.0)]
-    assert "dense every 1, of DLRover MEMORY at the same cadence: 0.50 times" in _shown(
-        peers.table([figures[0], *twice])
-    )
 
 
 @pytest.mark.soak

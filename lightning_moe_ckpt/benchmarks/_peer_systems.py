@@ -1,0 +1,424 @@
+"""Checkpoint systems that `moe-ckpt bench peers` compares, each saving and loading as its documentation shows first.
+
+All save the same state: module, optimizer, schedule and step. Tensors of a CPU are what a save must not alias, and two systems take
+them for tensors of a device: where NVRx would copy from the device, a clone stands here.
+
+Sources: DLRover Flash Checkpoint, github.com/intelligent-machine-learning/dlrover, `docs/blogs/flash_checkpoint.md`; lm-resiliency,
+github.com/LMResiliency/lm-resiliency, `docs/gemini.md`; NVRx, github.com/NVIDIA/nvidia-resiliency-ext, `docs/source/checkpointing`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # exported at run time only
+from torch.distributed.checkpoint import state_dict_saver
+from typing_extensions import override
+
+from lightning_moe_ckpt.benchmarks._variants import (
+    DcpCheckpoint,
+    MeteredCheckpoint,
+    SavingEvery,
+    Variant,
+    checkpoint_of,
+    nbytes_of,
+    state_dicts,
+)
+from lightning_moe_ckpt.callbacks._base import CheckpointCallback
+
+Place = Literal["memory", "storage"]
+
+
+class StateSaving(SavingEvery):
+    """Save the state dicts of a training, and go on from the newest ones where there are any."""
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)  # as these systems want
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.open()
+            state = self.load()
+        if state:
+            pl_module.load_state_dict(state["model"])
+            trainer.optimizers[0].load_state_dict(state["optimizer"])
+            for config, saved in zip(trainer.lr_scheduler_configs, state["schedulers"], strict=True):
+                config.scheduler.load_state_dict(saved)
+            self._first = state["step"]
+
+    @override
+    def save(self, step: int, trainer: Trainer, module: LightningModule) -> int:
+        state = {"step": step, **state_dicts(trainer, module)}
+        nbytes = nbytes_of(state)  # some take the tensors out
+        self.write(step, state)
+        return nbytes
+
+    def open(self) -> None:
+        """Get ready to load and to save."""
+
+    def load(self) -> dict[str, Any] | None:
+        """Return the newest state; `None` if there is none."""
+        raise NotImplementedError
+
+    def write(self, step: int, state: dict[str, Any]) -> None:
+        """Save `state`, or begin to."""
+        raise NotImplementedError
+
+    def newest(self) -> int:
+        """Return the newest step that a restart would find; 0 for none. Any thread may ask."""
+        raise NotImplementedError
+
+
+class DcpSaving(DcpCheckpoint):
+    """torch's Distributed Checkpoint: on the training thread, on a thread beside, or in a process beside."""
+
+    def __init__(self, folder: Path, every: int, how: Literal["sync", "async", "process"]) -> None:
+        super().__init__(folder, every_n_steps=every)
+        self._how = how
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        self._first = self.newest()
+        super().on_fit_start(trainer, pl_module)
+
+    @override
+    def save(self, step: int, trainer: Trainer, module: LightningModule) -> int:
+        if self._how == "async":
+            return super().save(step, trainer, module)
+        self._wait()
+        self._forget_old(trainer)
+        state, place = self._state(trainer, module), self._folder / str(step)
+        if self._how == "sync":
+            state_dict_saver.save(state, checkpoint_id=place)
+        else:
+            saving: Any = state_dict_saver.async_save(
+                state,
+                checkpoint_id=place,
+                async_checkpointer_type=state_dict_saver.AsyncCheckpointerType.PROCESS,
+            )
+            self._saving = getattr(saving, "upload_completion", saving)
+        return nbytes_of(state)
+
+    def newest(self) -> int:
+        """Return the newest step with metadata, which are written last."""
+        return max((int(path.parent.name) for path in self._folder.glob("*/.metadata")), default=0)
+
+
+class LightningSaving(MeteredCheckpoint):
+    """Lightning's own `.ckpt`, the newest kept; its Trainer resumes from `found`."""
+
+    def __init__(self, folder: Path, every: int) -> None:
+        super().__init__(folder, every_n_train_steps=every)
+        self._place = folder
+
+    @property
+    def found(self) -> Path | None:
+        """Newest file by its step."""
+        return max(self._place.glob("*.ckpt"), key=_step_of, default=None)
+
+    def newest(self) -> int:
+        """Return the step of the newest file, which has its name once it is whole."""
+        return _step_of(self.found) if self.found else 0
+
+
+def _step_of(path: Path) -> int:
+    return int(path.stem.rpartition("=")[2].partition("-")[0])
+
+
+class DlroverSaving(StateSaving):
+    """DLRover's Flash Checkpoint, into shared memory alone or with a copy on disk that another process writes."""
+
+    _saver: Any = None
+    _step = 0
+
+    def __init__(self, folder: Path, every: int, name: str, *, disk: bool) -> None:
+        super().__init__(folder, every_n_steps=every)
+        self._disk = disk
+        os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": name}
+
+    @override
+    def open(self) -> None:
+        ddp: Any = importlib.import_module("dlrover.trainer.torch.flash_checkpoint.ddp")
+        storage: Any = importlib.import_module("dlrover.python.common.storage")
+        self._kind = ddp.StorageType.DISK if self._disk else ddp.StorageType.MEMORY
+        keep = storage.KeepLatestStepStrategy(max_to_keep=2, checkpoint_dir=str(self._folder))
+        self._saver = ddp.DdpCheckpointer(str(self._folder), deletion_strategy=keep)
+
+    @override
+    def load(self) -> dict[str, Any] | None:
+        # What it returns lies in its shared memory: an optimizer that takes it would train the copy.
+        state: dict[str, Any] = cloned(self._saver.load_checkpoint())
+        return cast("dict[str, Any]", state.get("model_states", state))
+
+    @override
+    def write(self, step: int, state: dict[str, Any]) -> None:
+        self._saver.save_checkpoint(step, state, storage_type=self._kind)
+        self._step = step
+
+    @override
+    def newest(self) -> int:
+        if not self._disk:
+            return self._step
+        tracker = self._folder / "dlrover_latest.txt"
+        return int(tracker.read_text() or 0) if tracker.exists() else 0
+
+
+def dlrover_agent(name: str) -> multiprocessing.process.BaseProcess:
+    """Return a process that keeps what is in memory when the trainer dies, as `dlrover-run` does beside it.
+
+    Trainers that find `BESIDE_AGENT` in their environment start no process of their own instead.
+    """
+    agent = multiprocessing.get_context("fork").Process(target=_keep, args=(name,), daemon=True)
+    agent.start()
+    return agent
+
+
+def _keep(name: str) -> None:
+    die_with_parent()
+    os.environ["TORCHELASTIC_RUN_ID"] = name
+    importlib.import_module("dlrover.trainer.torch.flash_checkpoint.engine").start_async_save()
+
+
+BESIDE_AGENT = {"ROLE_NAME": "dlrover-trainer"}
+
+
+class LmResiliencySaving(StateSaving):
+    """lm-resiliency's copy in the process's memory, on one rank without replicas; the one before goes to disk if asked to."""
+
+    _keeper: Any = None
+
+    def __init__(self, folder: Path, every: int, *, disk: bool) -> None:
+        super().__init__(folder, every_n_steps=every)
+        self._disk, self._copied = disk, 0
+
+    @override
+    def open(self) -> None:
+        package: Any = importlib.import_module("lm_resiliency")
+        experimental: Any = importlib.import_module("lm_resiliency.experimental")
+        config = package.InMemoryCkptConfig(
+            enable=True, interval=self._every, disk_flush_interval=self._every if self._disk else 0,
+            disk_folder=str(self._folder), run_id="bench", verify_integrity=True, pin_memory=False, replication_jump=1,
+        )  # fmt: skip
+        self._keeper = experimental.InMemoryCheckpointManager(config)
+
+    @override
+    def load(self) -> dict[str, Any] | None:
+        found = self._keeper.load()
+        return found[0] if found is not None else None
+
+    @override
+    def write(self, step: int, state: dict[str, Any]) -> None:
+        self._keeper.save(state, step)
+        self._step = step
+
+    @override
+    def newest(self) -> int:
+        return int(self._keeper._disk.find_latest_on_disk()) if self._disk else self._copied  # noqa: SLF001  # it tells nobody
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: object) -> None:
+        began = time.perf_counter()
+        self._keeper.maybe_wait()  # it copies until the next optimizer step
+        self.seconds += time.perf_counter() - began
+        self._copied = getattr(self, "_step", 0)
+
+
+class NvrxLocalSaving(StateSaving):
+    """NVRx's local checkpoint, written by the training thread, in a folder on a tmpfs."""
+
+    _keeper: Any = None
+
+    @override
+    def open(self) -> None:
+        place = "nvidia_resiliency_ext.checkpointing.local"
+        states: Any = importlib.import_module(f"{place}.basic_state_dict")
+        self._held = states.BasicTensorAwareStateDict
+        # It asserts tensors of a CUDA device, and puts them there again.
+        self._held.__init__ = lambda held, state: held.__dict__.update(state_dict=state, _is_hollow=False)
+        self._held.restore_tensor_device = lambda *_, **__: None
+        self._held.copy_tensors_to_cpu = lambda held, **_: held.__dict__.update(state_dict=cloned(held.state_dict))
+        self._keeper = importlib.import_module(f"{place}.ckpt_managers.local_manager").LocalCheckpointManager(
+            self._folder
+        )
+
+    @override
+    def load(self) -> dict[str, Any] | None:
+        if self._keeper.find_latest() < 0:
+            return None
+        state: dict[str, Any] = self._keeper.load()[0].state_dict
+        return state
+
+    @override
+    def write(self, step: int, state: dict[str, Any]) -> None:
+        self._keeper.save(self._held(state), step, is_async=False)
+        self._step = step
+
+    @override
+    def newest(self) -> int:
+        return getattr(self, "_step", 0)
+
+
+class NvrxAsyncSaving(StateSaving):
+    """`torch.save` in a process beside, by NVRx's queue; a save that is still running holds up the next."""
+
+    @override
+    def open(self) -> None:
+        place = "nvidia_resiliency_ext.checkpointing.async_ckpt"
+        self._request: Any = importlib.import_module(f"{place}.core").AsyncRequest
+        self._keeper: Any = importlib.import_module(f"{place}.torch_ckpt").TorchAsyncCheckpoint()
+        self._done = 0
+
+    @override
+    def load(self) -> dict[str, Any] | None:
+        whole = sorted(self._folder.glob("*.pt"), key=_step_of)
+        state: dict[str, Any] | None = torch.load(whole[-1], weights_only=False) if whole else None
+        return state
+
+    @override
+    def write(self, step: int, state: dict[str, Any]) -> None:
+        self._keeper.finalize_async_save(blocking=True)
+        staged, whole = self._folder / f"{step}.staged", self._folder / f"{step}.pt"
+
+        def finish() -> None:
+            staged.replace(whole)  # by the training thread, as its `finalize_fns` are
+            for old in sorted(self._folder.glob("*.pt"), key=_step_of)[:-2]:
+                old.unlink()
+
+        request = self._request(type(self._keeper).async_fn, (cloned(state), staged), [finish], {})
+        self._keeper._async_calls_queue.schedule_async_request(request)  # noqa: SLF001  # past a call to CUDA
+
+    @override
+    def on_train_batch_start(self, *args: Any) -> None:
+        began = time.perf_counter()
+        self._keeper.finalize_async_save(blocking=False)
+        self.seconds += time.perf_counter() - began
+
+    @override
+    def newest(self) -> int:
+        return max(map(_step_of, self._folder.glob("*.pt")), default=0)
+
+
+def cloned(state: Any) -> Any:
+    """Return nested dicts and lists with copies of all tensors."""
+    if isinstance(state, torch.Tensor):
+        return state.detach().clone()
+    if isinstance(state, dict):
+        return {key: cloned(each) for key, each in state.items()}
+    return [cloned(each) for each in state] if isinstance(state, list) else state
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSystem:
+    """A row: who saves, and where to."""
+
+    label: str
+    place: Place
+    make: Callable[[Path, int, str], Callback | None]
+    """Takes a folder, the steps between two saves, and a name that nobody else has."""
+    environment: str = ""
+    """Name in `REQUIREMENTS`; empty for the one of this package."""
+    modules: tuple[str, ...] = ()
+    """Imported before any process is forked."""
+    beside: bool = False
+    """Whether Lightning's `AsyncCheckpointIO` writes."""
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this package saves."""
+        return self.label.startswith(_OURS)
+
+
+_OURS = "ours, "
+REQUIREMENTS = {
+    "dlrover": ("dlrover==0.6.1",),
+    "nvrx": ("nvidia-resiliency-ext==0.4.1",),
+    "lm-resiliency": ("lm-resiliency==0.2.0",),
+}
+"""What an environment is made of, by its name, beside what this package runs on."""
+_DLROVER = ("dlrover", ("dlrover.trainer.torch.flash_checkpoint.ddp",))
+_NVRX = "nvidia_resiliency_ext.checkpointing"
+_LMR = ("lm-resiliency", ("lm_resiliency", "lm_resiliency.experimental"))
+
+
+def _dcp(how: Literal["sync", "async", "process"]) -> PeerSystem:
+    return PeerSystem(f"torch DCP, {how}", "storage", lambda folder, every, _: DcpSaving(folder, every, how))
+
+
+def _own(policy: str, place: Place) -> PeerSystem:
+    def make(folder: Path, every: int, _: str) -> Callback | None:
+        # At the pace that is asked for, as all others; a difference is what the policy takes at every step.
+        variant = Variant(policy, 64 if policy == "differential" else every, memory_only=True)
+        callback = checkpoint_of(variant, folder.as_uri(), resume="auto")
+        assert isinstance(callback, CheckpointCallback)
+        return callback
+
+    said = f"{policy} at every step" if policy == "differential" else policy
+    return PeerSystem(f"{_OURS}{said}", place, make)
+
+
+SYSTEMS: dict[str, PeerSystem] = {
+    "none": PeerSystem("none, a second time", "memory", lambda *_: None),
+    "dlrover-memory": PeerSystem("DLRover", "memory", lambda f, e, n: DlroverSaving(f, e, n, disk=False), *_DLROVER),
+    "nvrx-local": PeerSystem(
+        "NVRx, local on a tmpfs, adapted to the CPU",
+        "memory",
+        lambda f, e, _: NvrxLocalSaving(f, every_n_steps=e),
+        "nvrx",
+        (f"{_NVRX}.local.ckpt_managers.local_manager",),
+    ),
+    "lm-resiliency-memory": PeerSystem(
+        "lm-resiliency", "memory", lambda f, e, _: LmResiliencySaving(f, e, disk=False), *_LMR
+    ),
+    "ckpt": PeerSystem("Lightning .ckpt", "storage", lambda f, e, _: LightningSaving(f, e)),
+    "ckpt-async": PeerSystem("Lightning .ckpt, async", "storage", lambda f, e, _: LightningSaving(f, e), beside=True),
+    "dcp": _dcp("sync"),
+    "dcp-async": _dcp("async"),
+    "dcp-process": _dcp("process"),
+    "dlrover-disk": PeerSystem("DLRover", "storage", lambda f, e, n: DlroverSaving(f, e, n, disk=True), *_DLROVER),
+    "nvrx-async": PeerSystem(
+        "NVRx, async, adapted to the CPU",
+        "storage",
+        lambda f, e, _: NvrxAsyncSaving(f, every_n_steps=e),
+        "nvrx",
+        (f"{_NVRX}.async_ckpt.torch_ckpt",),
+    ),
+    "lm-resiliency-disk": PeerSystem(
+        "lm-resiliency", "storage", lambda f, e, _: LmResiliencySaving(f, e, disk=True), *_LMR
+    ),
+} | {
+    f"{policy}-{place}": _own(policy, place)
+    for place in ("memory", "storage")
+    for policy in ("sparse", "dense", "differential", "partial", "selective")
+}
+"""All of them, by the name on the command line."""
+
+
+def die_with_parent() -> None:
+    """Let the kernel kill this process when its parent ends, however that ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
+
+
+def forget(name: str) -> None:
+    """Remove what DLRover leaves of the run `name`: its shared memory and its sockets."""
+    for place in (Path("/dev/shm"), Path("/tmp/ckpt_sock")):  # noqa: S108  # its places
+        for path in place.glob(f"*{name}*"):
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
