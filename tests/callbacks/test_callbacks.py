@@ -36,8 +36,8 @@ from lightning_moe_ckpt.errors import (
     NoUsableGeneration,
     StorageRefused,
 )
-from lightning_moe_ckpt.goodput import Goodput
 from lightning_moe_ckpt.fit._limits import refuse_unsupported
+from lightning_moe_ckpt.goodput import Goodput
 from lightning_moe_ckpt.inspection import export
 from lightning_moe_ckpt.inspection._export import Export
 from lightning_moe_ckpt.policies import DensePolicy

@@ -13,7 +13,7 @@ import pytest
 from torch.distributed.run import main as torchrun
 
 from launch._jobs import LIMIT_SECONDS, Job
-from lightning_moe_ckpt.goodput import PARTS, Goodput
+from lightning_moe_ckpt.goodput import PARTS
 from lightning_moe_ckpt.inspection._run_progress import Follower
 from lightning_moe_ckpt.storage import RunView, open_backend
 
