@@ -97,7 +97,9 @@ def test_shares_of_the_wall_time_add_up_to_one_over_all_ranks() -> None:
         assert synced["goodput/hooks"] == pytest.approx(0.1)
         assert synced["goodput/idle"] == 0
         assert sum(synced.values()) == pytest.approx(1.7)
-    assert math.isnan(GoodputShare().compute()["goodput"].item())
+    empty = GoodputShare()
+    empty.update(Goodput())
+    assert math.isnan(empty.compute()["goodput"].item())
 
 
 def test_a_generation_is_as_new_as_on_the_rank_behind() -> None:
