@@ -127,12 +127,13 @@ behind, steps and bytes per second, starts, goodput and what takes the rest of t
 Reads what the run writes anyway: its log, names in storage, and names in shared memory of this node. Nothing is asked of
 the job, and nothing is written. Rates and ETA are as of the newest entry of the log, which the run adds when it gives up
 older generations; a start that was killed may have come further than its last entry says. Goodput is the share of the wall
-time, from the first process to that entry, that steps that count would have taken without checkpoints and failures. Memory of other nodes is not seen: run the command there.
+time, from the first process to that entry, that steps that count would have taken without checkpoints and failures; behind
+it are the parts that the rest went to. Memory of other nodes is not seen: run the command there.
 
 Exit status: 0 shown, 2 there is no run or it could not be read."""
 
 REPORT = """\
-Write one HTML page about a run: its steps over time, how far storage was behind, speed and overhead, every start, and what
+Write one HTML page about a run: its steps over time, how far storage was behind, speed, goodput by its parts, every start, and what
 is stored. The page needs no other file, so that it can be sent and kept.
 
 OUT is report.html if it is not given. The figures are those of `top`: the newest thousand entries of the log, names in

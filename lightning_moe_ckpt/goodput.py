@@ -23,9 +23,9 @@ class Goodput:
     hooks: float = 0.0
     """Training thread in this package's hooks, waits of it for copies included."""
     slowed: float = 0.0
-    """By which steps were longer because copies and tiers worked beside them."""
+    """Time by which steps were longer because copies and tiers worked beside them."""
     detection: float = 0.0
-    """From a failure, or the last sign of life before it, until somebody acted on it."""
+    """Time from a failure, or the last sign of life before it, until somebody acted on it."""
     startup: float = 0.0
     """Processes, imports, launcher, rendezvous and the user's set-up, until restoring begins, or, in the first start, until training."""
     restore: float = 0.0

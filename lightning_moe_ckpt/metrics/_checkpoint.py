@@ -36,7 +36,7 @@ class _Checkpoint(Metric):
 class _Ratio(_Checkpoint):
     """Bytes of all ranks divided by a base that all have alike; NaN while the base is zero."""
 
-    higher_is_better = None
+    higher_is_better: bool | None = None
     amount: Tensor
     base: Tensor
 

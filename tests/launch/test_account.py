@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,7 @@ def check(said: dict[str, Any], folder: Path, plain: float) -> None:
     assert said["repeated"] + said["lost"] > 0
     assert said["idle"] == 0
     # A pause makes out most of a step; the rest is longer at times where others use the machine.
-    assert plain / 1.33 < said["productive"] < 1.33 * plain
+    assert plain / 1.4 < said["productive"] < 1.4 * plain
     backend = open_backend(str(folder / "run"))
     found = Follower(RunView.open(backend)).look().goodput
     backend.close()
@@ -46,12 +48,16 @@ def check(said: dict[str, Any], folder: Path, plain: float) -> None:
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> float:
-    """Seconds of training without checkpoints and failures, at one rank: at three the pauses are the same."""
-    folder = tmp_path_factory.mktemp("plain")
-    ended = Job(folder, 1, STEPS, "plain", program=SCRIPT).end()
-    assert ended.code == 0, ended.output
-    return float(json.loads((folder / "account").read_text())["trained"])
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], float]:
+    """Seconds of a training without checkpoints and failures, by its number of ranks."""
+
+    def trained(ranks: int) -> float:
+        folder = tmp_path_factory.mktemp("plain")
+        ended = Job(folder, ranks, STEPS, "plain", program=SCRIPT).end()
+        assert ended.code == 0, ended.output
+        return float(json.loads((folder / "account").read_text())["trained"])
+
+    return cache(trained)
 
 
 @pytest.mark.timeout(300)
@@ -60,14 +66,14 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> float:
     [(1, ("0:17", "0:28")), pytest.param(3, ("2:17", "0:28"), marks=pytest.mark.soak)],
 )
 def test_parts_are_the_wall_time_under_moe_ckpt_run(
-    tmp_path: Path, plain: float, ranks: int, kills: tuple[str, ...]
+    tmp_path: Path, plain: Callable[[int], float], ranks: int, kills: tuple[str, ...]
 ) -> None:
     """A spare takes the place of the first that dies, and a new process that of the second."""
     began = time.time()
     ended = Job(tmp_path, ranks, STEPS, *kills, spares=1, program=SCRIPT).end()
     assert ended.code == 0, ended.output
     assert all((tmp_path / kill).exists() for kill in kills)
-    check(accounted(tmp_path, began), tmp_path, plain)
+    check(accounted(tmp_path, began), tmp_path, plain(ranks))
 
 
 @pytest.mark.timeout(300)
@@ -79,7 +85,7 @@ def test_parts_are_the_wall_time_under_moe_ckpt_run(
     ],
 )
 def test_parts_are_the_wall_time_under_torchrun(
-    tmp_path: Path, plain: float, ranks: int, kills: tuple[str, ...]
+    tmp_path: Path, plain: Callable[[int], float], ranks: int, kills: tuple[str, ...]
 ) -> None:
     """All processes are started anew, and imports take most of the time."""
     began = time.time()
@@ -96,7 +102,7 @@ def test_parts_are_the_wall_time_under_torchrun(
     assert job.returncode == 0, job.stderr
     assert all((tmp_path / kill).exists() for kill in kills)
     said = accounted(tmp_path, began)
-    check(said, tmp_path, plain)
+    check(said, tmp_path, plain(ranks))
     assert said["startup"] > said["detection"]
 
 

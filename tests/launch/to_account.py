@@ -68,6 +68,7 @@ class Dies(Callback):
 def main() -> None:
     """Train."""
     torch.set_num_threads(1)
+    torch.manual_seed(0)
     dies, url = Dies(), str(FOLDER / "run")
     sparse = "dense" not in KILLS
     checkpoint = SparseCheckpoint(url, window=2) if sparse else DenseCheckpoint(url, every_n_steps=6)
