@@ -28,7 +28,7 @@ from torchmetrics import Metric
 
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.fit._run import FitSession
-from lightning_moe_ckpt.fit.loggers._metrics import gather_in_stage, hold_metrics, module_metrics
+from lightning_moe_ckpt.fit.loggers._metrics import gather_in_stage, hold_metrics, module_metrics, modules_of
 from lightning_moe_ckpt.fit.loops._trainer import callbacks_of
 from lightning_moe_ckpt.fit.objects._memento import Memento, is_small
 from lightning_moe_ckpt.fit.objects._users import MOST_ITEMS_IN_A_STEP
@@ -210,19 +210,11 @@ def parts_of(module: LightningModule) -> tuple[list[nn.Module], list[object]]:
     return parts, [value for part in parts for value in _users_values(part)]
 
 
-def modules_of(module: nn.Module) -> list[nn.Module]:
-    """Return a module and its parts like `modules`, but without hashing: a metric's hash walks all items of its states."""
-    found, waiting = dict[int, nn.Module](), [module]
-    while waiting:
-        if id(each := waiting.pop()) not in found:
-            found[id(each)] = each
-            waiting.extend(part for part in reversed(each._modules.values()) if part is not None)
-    return list(found.values())
-
-
 def _users_values(part: nn.Module) -> list[object]:
     """Return values of attributes except a metric's states: see `hold_metrics` for these."""
-    left_out = _own_names() | ({*part._defaults, "_defaults"} if isinstance(part, Metric) else set())
+    left_out = _own_names()
+    if isinstance(part, Metric):
+        left_out |= {*part._defaults, "_defaults"}
     return [value for name, value in vars(part).items() if name not in left_out]
 
 

@@ -239,6 +239,8 @@ class _Resumed(_Metadata):
 class _Parts(NamedTuple):
     """A module's parts, and the metrics among them."""
 
+    all: list[nn.Module]
+    """The module and its parts, in the order of `modules`."""
     metrics: list[tuple[str, Metric]]
     children: list[dict[str, nn.Module | None]]
     """Each part's own parts, in live dictionaries."""
@@ -251,7 +253,7 @@ class _Parts(NamedTuple):
         parts = dict(module.named_modules())
         children = [part._modules for part in parts.values()]
         metrics = [(name, part) for name, part in parts.items() if isinstance(part, Metric)]
-        return cls(metrics, children, list(map(tuple, children)), [*_all(children)])
+        return cls([*parts.values()], metrics, children, list(map(tuple, children)), [*_all(children)])
 
     @property
     def hold(self) -> bool:
@@ -266,12 +268,22 @@ def _all(children: list[dict[str, nn.Module | None]]) -> Iterator[nn.Module | No
 _parts: WeakKeyDictionary[nn.Module, _Parts] = WeakKeyDictionary()
 
 
-def module_metrics(module: LightningModule) -> list[tuple[str, Metric]]:
-    """Return metrics among a module's parts, by name. Cached: walking through all parts at every step takes longest."""
+def _known(module: nn.Module) -> _Parts:
+    """Return a module's parts. Cached: walking through all of them at every step takes longest, and hashes metrics' states."""
     known = _parts.get(module)
     if known is None or not known.hold:
         known = _parts[module] = _Parts.of(module)
-    return known.metrics
+    return known
+
+
+def modules_of(module: nn.Module) -> list[nn.Module]:
+    """Return a module and its parts, as `modules` does; do not change the list."""
+    return _known(module).all
+
+
+def module_metrics(module: LightningModule) -> list[tuple[str, Metric]]:
+    """Return metrics among a module's parts, by name."""
+    return _known(module).metrics
 
 
 def gather_in_stage(state: Tensor, group: Any = None) -> list[Tensor]:
