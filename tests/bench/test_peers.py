@@ -84,7 +84,7 @@ def test_rounds_are_paired_around_turns_without_checkpoints() -> None:
         return SimpleNamespace(seconds=added + 0.1 * next(clock), beside_seconds=0.0, hook_seconds=0.0, nbytes=0)
 
     options = SimpleNamespace(**vars(OPTIONS), settle=4, steps=8, batch_size=1)
-    row = _peers._Row("dcp", options, (Path("folder"), Path("memory")), 1)
+    row = _peers._Row("dcp", options, (Path("folder"), Path("memory")))
     row.environment = SimpleNamespace(turn=lambda _: turn(5.0))  # type: ignore[assignment]
     for _ in range(3):
         row.take_round(lambda: turn(0.0))
@@ -119,7 +119,9 @@ def test_what_was_not_measured_is_a_row(tmp_path: Path) -> None:
         replace(figure("nvrx-local"), added=None, missing="no pip"),
     ]
     page = tmp_path / "page.md"
-    page.write_text("above\n<!-- written by `moe-ckpt bench peers --page` -->\nthe table before\n<!-- end of peers -->\nbelow\n")
+    page.write_text(
+        "above\n<!-- written by `moe-ckpt bench peers --page` -->\nthe table before\n<!-- end of peers -->\nbelow\n"
+    )
     for _ in range(2):  # the second table is in the place of the first
         write_page(page, rows, Machine.read(), OPTIONS)
     text = page.read_text()
