@@ -100,6 +100,10 @@ class PeerFigure:
 def measure(options: SimpleNamespace, progress: Progress) -> list[PeerFigure]:
     """Run the benchmark, and write the page and the picture that were asked for."""
     names, machine = chosen(options.peers), Machine.read()
+    if options.accelerator == "gpu":
+        raise ConfigurationError(
+            "`--accelerator gpu`: `bench peers` trains on the CPU, which two of the systems are adapted to."
+        )
     if options.steps % options.every or options.settle % options.every:
         raise ConfigurationError(
             f"`--steps {options.steps} --settle {options.settle}` must be multiples of `--every {options.every}`: a turn has "
