@@ -480,7 +480,8 @@ BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what others
             _option(
                 "--envs", "For environments, which stay (default: a folder in the user's cache).", "PATH", type=Path
             ),
-            *_FITS[:3],
+            number("--rounds", 6, "Of four turns, of every system."),
+            *_FITS[1:3],
             *_FITS[5:],
             _option("--peers-folder", "For checkpoints (default: the temporary directory).", "PATH", type=Path),
             _option("--png", "Draw what is added to a step.", "PATH", type=Path),

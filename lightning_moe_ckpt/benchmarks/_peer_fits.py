@@ -9,6 +9,7 @@ until what it saved is safe, so that the machine is free for the next turn. The 
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import importlib
 import logging
@@ -99,7 +100,10 @@ class PeerFit:
         system, place = SYSTEMS[self.system], self.folder
         die_with_parent()
         own_memory(self.memory, lost=self.lost)
-        os.environ.update(BESIDE_AGENT if self.stops else {})
+        if self.stops:
+            os.environ.update(BESIDE_AGENT)
+        else:
+            gc.collect()  # writes to every object: who looks at them later would seem to need this memory
         if system.place == "memory" and not system.is_ours:
             place = self.memory
         place.mkdir(parents=True, exist_ok=True)
@@ -232,7 +236,7 @@ class _Turns(Callback):
     def _seen(self, step: int) -> dict[str, Any]:
         """Wait until what was saved is safe; the step under way saves nothing that is awaited."""
         if isinstance(self._checkpoint, CheckpointCallback) and self._place == "storage":
-            self._checkpoint.wait_committed()
+            self._checkpoint.wait_committed(1.0)  # a batch of differences waits for more of them
         elif self._checkpoint is not None:
             limit, last = time.perf_counter() + _SAFE_SECONDS, (step - 1) // self._fit.every * self._fit.every
             while self._place == "storage" and newest_of(self._checkpoint, self._place) < last - self._fit.every:
@@ -255,7 +259,7 @@ class _Watch:
 
     def end(self) -> dict[str, Any]:
         """Return what was seen."""
-        limit = time.perf_counter() + _SAFE_SECONDS
+        limit = time.perf_counter() + _SAFE_SECONDS / 4  # some become safe only as training goes on
         while len(self.due) > 1 and time.perf_counter() < limit:  # the last one is not saved yet
             time.sleep(_LOOK_SECONDS)
         self._over.set()

@@ -18,10 +18,11 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,6 @@ from lightning_moe_ckpt.benchmarks._variants import (
     nbytes_of,
     state_dicts,
 )
-from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 
 Place = Literal["memory", "storage"]
 
@@ -47,10 +47,13 @@ Place = Literal["memory", "storage"]
 class StateSaving(SavingEvery):
     """Save the state dicts of a training, and go on from the newest ones where there are any."""
 
+    _keeper: Any = None
+    _saved = 0
+    """Newest step that `write` has returned for."""
+
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not dist.is_initialized():
-            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)  # as these systems want
+        _join_world()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.open()
@@ -67,12 +70,14 @@ class StateSaving(SavingEvery):
         state = {"step": step, **state_dicts(trainer, module)}
         nbytes = nbytes_of(state)  # some take the tensors out
         self.write(step, state)
+        self._saved = step
         return nbytes
 
     def open(self) -> None:
         """Get ready to load and to save."""
+        raise NotImplementedError
 
-    def load(self) -> dict[str, Any] | None:
+    def load(self) -> Any:
         """Return the newest state; `None` if there is none."""
         raise NotImplementedError
 
@@ -82,10 +87,16 @@ class StateSaving(SavingEvery):
 
     def newest(self) -> int:
         """Return the newest step that a restart would find; 0 for none. Any thread may ask."""
-        raise NotImplementedError
+        return self._saved
 
 
-class DcpSaving(DcpCheckpoint):
+def _join_world() -> None:
+    """Make a process group of this process alone, as other systems want."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+
+
+class _Dcp(DcpCheckpoint):
     """torch's Distributed Checkpoint: on the training thread, on a thread beside, or in a process beside."""
 
     def __init__(self, folder: Path, every: int, how: Literal["sync", "async", "process"]) -> None:
@@ -94,8 +105,7 @@ class DcpSaving(DcpCheckpoint):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not dist.is_initialized():
-            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        _join_world()
         self._first = self.newest()
         super().on_fit_start(trainer, pl_module)
 
@@ -109,21 +119,17 @@ class DcpSaving(DcpCheckpoint):
         if self._how == "sync":
             state_dict_saver.save(state, checkpoint_id=place)
         else:
-            saving: Any = state_dict_saver.async_save(
-                state,
-                checkpoint_id=place,
-                async_checkpointer_type=state_dict_saver.AsyncCheckpointerType.PROCESS,
-            )
+            beside = state_dict_saver.AsyncCheckpointerType.PROCESS
+            saving: Any = state_dict_saver.async_save(state, checkpoint_id=place, async_checkpointer_type=beside)
             self._saving = getattr(saving, "upload_completion", saving)
         return nbytes_of(state)
 
     def newest(self) -> int:
-        """Return the newest step with metadata, which are written last."""
         return max((int(path.parent.name) for path in self._folder.glob("*/.metadata")), default=0)
 
 
 class LightningSaving(MeteredCheckpoint):
-    """Lightning's own `.ckpt`, the newest kept; its Trainer resumes from `found`."""
+    """Lightning's own `.ckpt`, the newest kept."""
 
     def __init__(self, folder: Path, every: int) -> None:
         super().__init__(folder, every_n_train_steps=every)
@@ -131,11 +137,11 @@ class LightningSaving(MeteredCheckpoint):
 
     @property
     def found(self) -> Path | None:
-        """Newest file by its step."""
+        """Newest file, which a Trainer has to be told to resume from; it has its name once it is whole."""
         return max(self._place.glob("*.ckpt"), key=_step_of, default=None)
 
     def newest(self) -> int:
-        """Return the step of the newest file, which has its name once it is whole."""
+        """Return the newest file's step."""
         return _step_of(self.found) if self.found else 0
 
 
@@ -143,11 +149,8 @@ def _step_of(path: Path) -> int:
     return int(path.stem.rpartition("=")[2].partition("-")[0])
 
 
-class DlroverSaving(StateSaving):
+class _Dlrover(StateSaving):
     """DLRover's Flash Checkpoint, into shared memory alone or with a copy on disk that another process writes."""
-
-    _saver: Any = None
-    _step = 0
 
     def __init__(self, folder: Path, every: int, name: str, *, disk: bool) -> None:
         super().__init__(folder, every_n_steps=every)
@@ -160,25 +163,22 @@ class DlroverSaving(StateSaving):
         storage: Any = importlib.import_module("dlrover.python.common.storage")
         self._kind = ddp.StorageType.DISK if self._disk else ddp.StorageType.MEMORY
         keep = storage.KeepLatestStepStrategy(max_to_keep=2, checkpoint_dir=str(self._folder))
-        self._saver = ddp.DdpCheckpointer(str(self._folder), deletion_strategy=keep)
+        self._keeper = ddp.DdpCheckpointer(str(self._folder), deletion_strategy=keep)
 
     @override
-    def load(self) -> dict[str, Any] | None:
+    def load(self) -> Any:
         # What it returns lies in its shared memory: an optimizer that takes it would train the copy.
-        state: dict[str, Any] = cloned(self._saver.load_checkpoint())
-        return cast("dict[str, Any]", state.get("model_states", state))
+        state = cloned(self._keeper.load_checkpoint())
+        return state.get("model_states", state)
 
     @override
     def write(self, step: int, state: dict[str, Any]) -> None:
-        self._saver.save_checkpoint(step, state, storage_type=self._kind)
-        self._step = step
+        self._keeper.save_checkpoint(step, state, storage_type=self._kind)
 
     @override
     def newest(self) -> int:
-        if not self._disk:
-            return self._step
         tracker = self._folder / "dlrover_latest.txt"
-        return int(tracker.read_text() or 0) if tracker.exists() else 0
+        return self._saved if not self._disk else int(tracker.read_text() or 0) if tracker.exists() else 0
 
 
 def dlrover_agent(name: str) -> multiprocessing.process.BaseProcess:
@@ -200,10 +200,8 @@ def _keep(name: str) -> None:
 BESIDE_AGENT = {"ROLE_NAME": "dlrover-trainer"}
 
 
-class LmResiliencySaving(StateSaving):
+class _LmResiliency(StateSaving):
     """lm-resiliency's copy in the process's memory, on one rank without replicas; the one before goes to disk if asked to."""
-
-    _keeper: Any = None
 
     def __init__(self, folder: Path, every: int, *, disk: bool) -> None:
         super().__init__(folder, every_n_steps=every)
@@ -212,22 +210,20 @@ class LmResiliencySaving(StateSaving):
     @override
     def open(self) -> None:
         package: Any = importlib.import_module("lm_resiliency")
-        experimental: Any = importlib.import_module("lm_resiliency.experimental")
         config = package.InMemoryCkptConfig(
             enable=True, interval=self._every, disk_flush_interval=self._every if self._disk else 0,
             disk_folder=str(self._folder), run_id="bench", verify_integrity=True, pin_memory=False, replication_jump=1,
         )  # fmt: skip
-        self._keeper = experimental.InMemoryCheckpointManager(config)
+        self._keeper = importlib.import_module("lm_resiliency.experimental").InMemoryCheckpointManager(config)
 
     @override
-    def load(self) -> dict[str, Any] | None:
+    def load(self) -> Any:
         found = self._keeper.load()
         return found[0] if found is not None else None
 
     @override
     def write(self, step: int, state: dict[str, Any]) -> None:
         self._keeper.save(state, step)
-        self._step = step
 
     @override
     def newest(self) -> int:
@@ -238,67 +234,52 @@ class LmResiliencySaving(StateSaving):
         began = time.perf_counter()
         self._keeper.maybe_wait()  # it copies until the next optimizer step
         self.seconds += time.perf_counter() - began
-        self._copied = getattr(self, "_step", 0)
+        self._copied = self._saved
 
 
-class NvrxLocalSaving(StateSaving):
+class _NvrxLocal(StateSaving):
     """NVRx's local checkpoint, written by the training thread, in a folder on a tmpfs."""
-
-    _keeper: Any = None
 
     @override
     def open(self) -> None:
-        place = "nvidia_resiliency_ext.checkpointing.local"
-        states: Any = importlib.import_module(f"{place}.basic_state_dict")
-        self._held = states.BasicTensorAwareStateDict
+        place = f"{_NVRX}.local"
+        self._held: Any = importlib.import_module(f"{place}.basic_state_dict").BasicTensorAwareStateDict
         # It asserts tensors of a CUDA device, and puts them there again.
         self._held.__init__ = lambda held, state: held.__dict__.update(state_dict=state, _is_hollow=False)
         self._held.restore_tensor_device = lambda *_, **__: None
         self._held.copy_tensors_to_cpu = lambda held, **_: held.__dict__.update(state_dict=cloned(held.state_dict))
-        self._keeper = importlib.import_module(f"{place}.ckpt_managers.local_manager").LocalCheckpointManager(
-            self._folder
-        )
+        local: Any = importlib.import_module(f"{place}.ckpt_managers.local_manager")
+        self._keeper = local.LocalCheckpointManager(self._folder)
 
     @override
-    def load(self) -> dict[str, Any] | None:
-        if self._keeper.find_latest() < 0:
-            return None
-        state: dict[str, Any] = self._keeper.load()[0].state_dict
-        return state
+    def load(self) -> Any:
+        return self._keeper.load()[0].state_dict if self._keeper.find_latest() >= 0 else None
 
     @override
     def write(self, step: int, state: dict[str, Any]) -> None:
         self._keeper.save(self._held(state), step, is_async=False)
-        self._step = step
-
-    @override
-    def newest(self) -> int:
-        return getattr(self, "_step", 0)
 
 
-class NvrxAsyncSaving(StateSaving):
+class _NvrxAsync(StateSaving):
     """`torch.save` in a process beside, by NVRx's queue; a save that is still running holds up the next."""
 
     @override
     def open(self) -> None:
-        place = "nvidia_resiliency_ext.checkpointing.async_ckpt"
-        self._request: Any = importlib.import_module(f"{place}.core").AsyncRequest
-        self._keeper: Any = importlib.import_module(f"{place}.torch_ckpt").TorchAsyncCheckpoint()
-        self._done = 0
+        self._request: Any = importlib.import_module(f"{_NVRX}.async_ckpt.core").AsyncRequest
+        self._keeper = importlib.import_module(f"{_NVRX}.async_ckpt.torch_ckpt").TorchAsyncCheckpoint()
 
     @override
-    def load(self) -> dict[str, Any] | None:
-        whole = sorted(self._folder.glob("*.pt"), key=_step_of)
-        state: dict[str, Any] | None = torch.load(whole[-1], weights_only=False) if whole else None
-        return state
+    def load(self) -> Any:
+        whole = max(self._folder.glob("*.pt"), key=_step_of, default=None)
+        return torch.load(whole, weights_only=False) if whole is not None else None
 
     @override
     def write(self, step: int, state: dict[str, Any]) -> None:
         self._keeper.finalize_async_save(blocking=True)
-        staged, whole = self._folder / f"{step}.staged", self._folder / f"{step}.pt"
+        staged = self._folder / f"{step}.staged"
 
         def finish() -> None:
-            staged.replace(whole)  # by the training thread, as its `finalize_fns` are
+            staged.replace(staged.with_suffix(".pt"))
             for old in sorted(self._folder.glob("*.pt"), key=_step_of)[:-2]:
                 old.unlink()
 
@@ -343,71 +324,56 @@ class PeerSystem:
     @property
     def is_ours(self) -> bool:
         """Whether this package saves."""
-        return self.label.startswith(_OURS)
+        return self.label.startswith("ours, ")
 
 
-_OURS = "ours, "
 REQUIREMENTS = {
     "dlrover": ("dlrover==0.6.1",),
     "nvrx": ("nvidia-resiliency-ext==0.4.1",),
     "lm-resiliency": ("lm-resiliency==0.2.0",),
 }
 """What an environment is made of, by its name, beside what this package runs on."""
-_DLROVER = ("dlrover", ("dlrover.trainer.torch.flash_checkpoint.ddp",))
 _NVRX = "nvidia_resiliency_ext.checkpointing"
-_LMR = ("lm-resiliency", ("lm_resiliency", "lm_resiliency.experimental"))
-
-
-def _dcp(how: Literal["sync", "async", "process"]) -> PeerSystem:
-    return PeerSystem(f"torch DCP, {how}", "storage", lambda folder, every, _: DcpSaving(folder, every, how))
 
 
 def _own(policy: str, place: Place) -> PeerSystem:
     def make(folder: Path, every: int, _: str) -> Callback | None:
         # At the pace that is asked for, as all others; a difference is what the policy takes at every step.
         variant = Variant(policy, 64 if policy == "differential" else every, memory_only=True)
-        callback = checkpoint_of(variant, folder.as_uri(), resume="auto")
-        assert isinstance(callback, CheckpointCallback)
-        return callback
+        return checkpoint_of(variant, folder.as_uri(), resume="auto")
 
-    said = f"{policy} at every step" if policy == "differential" else policy
-    return PeerSystem(f"{_OURS}{said}", place, make)
+    return PeerSystem(f"ours, {policy}{' at every step' if policy == 'differential' else ''}", place, make)
 
 
-SYSTEMS: dict[str, PeerSystem] = {
-    "none": PeerSystem("none, a second time", "memory", lambda *_: None),
-    "dlrover-memory": PeerSystem("DLRover", "memory", lambda f, e, n: DlroverSaving(f, e, n, disk=False), *_DLROVER),
-    "nvrx-local": PeerSystem(
-        "NVRx, local on a tmpfs, adapted to the CPU",
-        "memory",
-        lambda f, e, _: NvrxLocalSaving(f, every_n_steps=e),
-        "nvrx",
-        (f"{_NVRX}.local.ckpt_managers.local_manager",),
-    ),
-    "lm-resiliency-memory": PeerSystem(
-        "lm-resiliency", "memory", lambda f, e, _: LmResiliencySaving(f, e, disk=False), *_LMR
-    ),
-    "ckpt": PeerSystem("Lightning .ckpt", "storage", lambda f, e, _: LightningSaving(f, e)),
-    "ckpt-async": PeerSystem("Lightning .ckpt, async", "storage", lambda f, e, _: LightningSaving(f, e), beside=True),
-    "dcp": _dcp("sync"),
-    "dcp-async": _dcp("async"),
-    "dcp-process": _dcp("process"),
-    "dlrover-disk": PeerSystem("DLRover", "storage", lambda f, e, n: DlroverSaving(f, e, n, disk=True), *_DLROVER),
-    "nvrx-async": PeerSystem(
-        "NVRx, async, adapted to the CPU",
-        "storage",
-        lambda f, e, _: NvrxAsyncSaving(f, every_n_steps=e),
-        "nvrx",
-        (f"{_NVRX}.async_ckpt.torch_ckpt",),
-    ),
-    "lm-resiliency-disk": PeerSystem(
-        "lm-resiliency", "storage", lambda f, e, _: LmResiliencySaving(f, e, disk=True), *_LMR
-    ),
-} | {
-    f"{policy}-{place}": _own(policy, place)
-    for place in ("memory", "storage")
-    for policy in ("sparse", "dense", "differential", "partial", "selective")
-}
+def _systems() -> Iterator[tuple[str, PeerSystem]]:
+    dlrover = ("dlrover", ("dlrover.trainer.torch.flash_checkpoint.ddp",))
+    resilient = ("lm-resiliency", ("lm_resiliency", "lm_resiliency.experimental"))
+    nvrx = ("nvrx", (f"{_NVRX}.local.ckpt_managers.local_manager", f"{_NVRX}.async_ckpt.torch_ckpt"))
+    memory: Place = "memory"
+    storage: Place = "storage"
+    yield "none", PeerSystem("none, a second time", memory, lambda *_: None)
+    yield "dlrover-memory", PeerSystem("DLRover", memory, lambda f, e, n: _Dlrover(f, e, n, disk=False), *dlrover)
+    local = "NVRx, local on a tmpfs, adapted to the CPU"
+    yield "nvrx-local", PeerSystem(local, memory, lambda f, e, _: _NvrxLocal(f, every_n_steps=e), *nvrx)
+    in_process = partial(_LmResiliency, disk=False)
+    yield "lm-resiliency-memory", PeerSystem("lm-resiliency", memory, lambda f, e, _: in_process(f, e), *resilient)
+    yield "ckpt", PeerSystem("Lightning .ckpt", storage, lambda f, e, _: LightningSaving(f, e))
+    beside = PeerSystem("Lightning .ckpt, async", storage, lambda f, e, _: LightningSaving(f, e), beside=True)
+    yield "ckpt-async", beside
+    yield "dcp", PeerSystem("torch DCP, sync", storage, lambda f, e, _: _Dcp(f, e, "sync"))
+    yield "dcp-async", PeerSystem("torch DCP, async", storage, lambda f, e, _: _Dcp(f, e, "async"))
+    yield "dcp-process", PeerSystem("torch DCP, process", storage, lambda f, e, _: _Dcp(f, e, "process"))
+    yield "dlrover-disk", PeerSystem("DLRover", storage, lambda f, e, n: _Dlrover(f, e, n, disk=True), *dlrover)
+    queued = "NVRx, async, adapted to the CPU"
+    yield "nvrx-async", PeerSystem(queued, storage, lambda f, e, _: _NvrxAsync(f, every_n_steps=e), *nvrx)
+    on_disk = partial(_LmResiliency, disk=True)
+    yield "lm-resiliency-disk", PeerSystem("lm-resiliency", storage, lambda f, e, _: on_disk(f, e), *resilient)
+    for place in (memory, storage):
+        for policy in ("sparse", "dense", "differential", "partial", "selective"):
+            yield f"{policy}-{place}", _own(policy, place)
+
+
+SYSTEMS = dict(_systems())
 """All of them, by the name on the command line."""
 
 

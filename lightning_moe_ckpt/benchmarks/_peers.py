@@ -100,16 +100,21 @@ class PeerFigure:
 def measure(options: SimpleNamespace, progress: Progress) -> list[PeerFigure]:
     """Run the benchmark, and write the page and the picture that were asked for."""
     names, machine = chosen(options.peers), Machine.read()
+    if options.accelerator == "gpu":
+        raise ConfigurationError(
+            "`--accelerator gpu`: `bench peers` trains on the CPU, which two of the systems are adapted to."
+        )
     if options.steps % options.every or options.settle % options.every:
         raise ConfigurationError(
             f"`--steps {options.steps} --settle {options.settle}` must be multiples of `--every {options.every}`: a turn has "
             "whole cadences."
         )
     with bench_folders(options.peers_folder) as folders, ExitStack() as stack:
-        rows = {name: _Row(name, options, folders, len(names)) for name in names}
+        rows = {name: _Row(name, options, folders) for name in names}
         _enter_environments(rows, options.envs or default_place(), stack, progress)
         bare = rows[_BASE]
         num_rounds = options.rounds * len(names)
+        bare.bare_turn()
         for index, (_, name) in enumerate(rounds_of(options.rounds, names)):
             progress(f"training, checkpoints: {name}", index, num_rounds)
             rows[name].take_round(bare.bare_turn)
@@ -164,7 +169,7 @@ class _Row:
 
     environment: Environment
 
-    def __init__(self, name: str, options: SimpleNamespace, folders: tuple[Path, Path], num_rows: int) -> None:
+    def __init__(self, name: str, options: SimpleNamespace, folders: tuple[Path, Path]) -> None:
         self.name, self.missing = name, ""
         folder, memory = (each / name for each in folders)
         size = ModelSize(
@@ -173,12 +178,10 @@ class _Row:
         )  # fmt: skip
         self._fit = PeerFit(
             system=name, folder=folder / "turns", memory=memory / "turns", size=size, every=options.every,
-            settle=options.settle, steps=options.steps, turns=2 * options.rounds,
+            settle=options.settle, steps=options.steps, turns=1 + 2 * options.rounds,
         )  # fmt: skip
         self._killed = replace(self._fit, folder=folder / "kills", memory=memory / "kills")
-        self._bare = replace(
-            self._fit, folder=folder / "bare", memory=memory / "bare", turns=2 * options.rounds * num_rows
-        )
+        self._bare = replace(self._fit, system=_BASE, folder=folder / "bare", memory=memory / "bare", turns=0)
         self._rounds, self._kills = list[tuple[PeerTurn, PeerTurn, PeerTurn, PeerTurn]](), list[PeerKills]()
         self._watched, self._bare_nbytes = list[PeerTurn](), 0
 
@@ -197,6 +200,8 @@ class _Row:
         """Take four turns, of which those without checkpoints are in the middle."""
         if not self.missing:
             with self._trying():
+                if not self._rounds:
+                    self.environment.turn(self._fit)  # whose first save makes what later ones have
                 first = self.environment.turn(self._fit)
                 self._rounds.append((first, bare_turn(), bare_turn(), self.environment.turn(self._fit)))
 
@@ -205,8 +210,9 @@ class _Row:
         if not self.missing:
             with self._trying():
                 self._watched.append(self.environment.turn(self._fit))
-                alike = replace(self._bare, folder=self._killed.folder / "bare", turns=1)
+                alike = replace(self._bare, folder=self._fit.folder.with_name("beside"), turns=1)
                 self._bare_nbytes = self.environment.bare_nbytes(alike)
+        if not self.missing and num_kills:
             with self._trying():
                 self._kills.append(self.environment.kill(self._killed, num_kills))
 

@@ -84,7 +84,7 @@ def test_rounds_are_paired_around_turns_without_checkpoints() -> None:
         return SimpleNamespace(seconds=added + 0.1 * next(clock), beside_seconds=0.0, hook_seconds=0.0, nbytes=0)
 
     options = SimpleNamespace(**vars(OPTIONS), settle=4, steps=8, batch_size=1)
-    row = _peers._Row("dcp", options, (Path("folder"), Path("memory")), 1)
+    row = _peers._Row("dcp", options, (Path("folder"), Path("memory")))
     row.environment = SimpleNamespace(turn=lambda _: turn(5.0))  # type: ignore[assignment]
     for _ in range(3):
         row.take_round(lambda: turn(0.0))
