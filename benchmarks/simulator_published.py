@@ -185,7 +185,7 @@ def _cells(
     said: Mapping[tuple[str, str], float | None],
     *,
     window: int | None,
-    seeds: int,
+    failures: int,
 ) -> list[PublishedCell]:
     """Return a model's cells, by MTBF and system, with what the paper says of them."""
     found = []

@@ -18,9 +18,9 @@ from lightning_moe_ckpt._units import read_duration, read_size
 from lightning_moe_ckpt.errors import ConfigurationError
 
 
-def _value(unit: str, default: object = MISSING, *, least: float = 0.0, most: float = math.inf) -> Any:
-    """Return a field whose values are checked: `seconds` and `size` may be text with units, `count` is whole; `least` is excluded if negative zero."""
-    metadata = {"unit": unit, "least": least, "most": most}
+def _value(unit: str, default: object = MISSING, *, least: float = 0.0) -> Any:
+    """Return a field whose values are checked. Of `seconds` and `size` text may have units, and sizes may be infinite; a `count` is whole."""
+    metadata = {"unit": unit, "least": least}
     return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
 
 
@@ -273,27 +273,18 @@ def _read(name: str, value: object, rules: Mapping[str, Any]) -> Any:
         return tuple(_read(name, each, rules) for each in value)
     if isinstance(value, float) and rules["unit"] == "count" and value.is_integer():
         return int(value)
-    if isinstance(value, str):
-        try:
-            if rules["unit"] == "seconds":
-                return read_duration(value).total_seconds()
-            # YAML takes 16.4e9 for text, because it lacks a sign.
-            return (
-                read_size(value)
-                if rules["unit"] == "size" and not _is_number(value)
-                else _read(name, float(value), rules)
-            )
-        except ValueError:
-            raise _refusal(name, value, _wanted(rules)) from None
-    return value
-
-
-def _is_number(text: str) -> bool:
+    if not isinstance(value, str):
+        return value
     try:
-        float(text)
+        if rules["unit"] == "seconds":
+            return read_duration(value).total_seconds()
+        try:
+            # YAML takes 16.4e9 for text, because it lacks a sign.
+            return _read(name, float(value), rules)
+        except ValueError:
+            return read_size(value if rules["unit"] == "size" else None)
     except ValueError:
-        return False
-    return True
+        raise _refusal(name, value, _wanted(rules)) from None
 
 
 def _checked(name: str, value: object, rules: Mapping[str, Any]) -> None:
@@ -304,7 +295,8 @@ def _checked(name: str, value: object, rules: Mapping[str, Any]) -> None:
         return
     if value is None:
         return
-    good = isinstance(value, int | float) and not isinstance(value, bool) and rules["least"] <= value <= rules["most"]
+    good = isinstance(value, int | float) and not isinstance(value, bool) and value >= rules["least"]
+    good = good and (math.isfinite(value) or rules["unit"] == "size")  # type: ignore[arg-type]
     if not good or (rules["unit"] == "count" and value != int(value)):  # type: ignore[call-overload]
         raise _refusal(name, value, _wanted(rules))
 

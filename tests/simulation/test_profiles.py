@@ -44,6 +44,7 @@ def test_a_profile_is_read_with_its_units_and_written_again(tmp_path: Path) -> N
         ("step_seconds: 1.5", "stage_seconds: [1, 2]", r"`training.stage_seconds: \[1, 2\]` must be one for each of `cluster.pipeline`, 1"),
         ("layers: 4, ", "", "`model.layers` is missing: a whole number of 1 or more"),
         ("layers: 4", "layers: 4.5", "`model.layers: 4.5` must be a whole number of 1 or more"),
+        ("layers: 4", "layers: .inf", "`model.layers: inf` must be a whole number of 1 or more"),
         ("layers: 4", "layers: true", "`model.layers: True` must be a whole number"),
         ("expert_params: 2e6", "expert_params: 3e6", "`model.expert_params: 3000000` must be at most 2,500,000"),
         ("nodes: 8", "nodes: 3", "`cluster.nodes: 3` must be 1 stages of 8 expert-parallel ranks, or a multiple; there are 6 ranks"),
