@@ -56,6 +56,7 @@ from lightning_moe_ckpt.inspection._plan_view import planned
 from lightning_moe_ckpt.inspection._progress_views import follow, progress_now, write_page
 from lightning_moe_ckpt.inspection._run_profile import write_profile
 from lightning_moe_ckpt.inspection._run_progress import Follower
+from lightning_moe_ckpt.inspection._simulations import simulation_answer
 from lightning_moe_ckpt.inspection._verify import Verdict
 from lightning_moe_ckpt.inspection._verify import verify as read_everything
 from lightning_moe_ckpt.launch import DENSIFY
@@ -447,6 +448,12 @@ def _written() -> list[str]:
     """Return the names of the options that stand in the command line."""
     context = click.get_current_context()
     return [name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+
+
+@_of_run
+def simulate(**options: Any) -> Answer:
+    """Simulate a described run under several systems."""
+    return simulation_answer(**options)
 
 
 def _survivals(placement: ReplicaPlacement, most: int) -> list[Survival]:

@@ -86,28 +86,31 @@ class Window:
         return sum(self.nbytes)
 
 
-def rank_items(profile: Profile) -> list[PlanItem]:
+@lru_cache
+def rank_items(profile: Profile) -> tuple[PlanItem, ...]:
     """Return what a rank of the largest pipeline stage writes: each byte has one writer, and all ranks write alike."""
     model, cluster = profile.model, profile.cluster
     if model.operators:
-        return [PlanItem(f"operator.{i}", full, compute, i) for i, (full, compute) in enumerate(model.operators)]
+        return tuple(PlanItem(f"operator.{i}", full, compute, i) for i, (full, compute) in enumerate(model.operators))
     layers, per_stage = -(-model.layers // cluster.pipeline), profile.ranks // cluster.pipeline
-    each, holders = -(-model.experts // cluster.expert_parallel), per_stage // cluster.expert_parallel
-    shares = {f"{i}.expert.{e}": model.expert_params / holders for i in range(layers) for e in range(each)}
-    shares |= {f"{i}.dense": profile.dense_params / model.layers / per_stage for i in range(layers)}
-    return [
-        PlanItem(name, math.ceil(share * model.nbytes_state), math.ceil(share * min(model.nbytes_compute, model.nbytes_state)), name.endswith("dense"))
-        for name, share in shares.items()
-    ]  # fmt: skip
+    parts = max(1, min(cluster.expert_parallel, model.experts))
+    each, holders = -(-model.experts // parts), per_stage // parts
+    shares = [(f"{i}.expert.{e}", model.expert_params / holders) for i in range(layers) for e in range(each)]
+    shares += [(f"{i}.dense", profile.dense_params / model.layers / per_stage) for i in range(layers)]
+    full, compute = model.nbytes_state, min(model.nbytes_compute, model.nbytes_state)
+    # What every token uses comes last, as in the planner.
+    return tuple(
+        PlanItem(name, math.ceil(n * full), math.ceil(n * compute), name.endswith("dense")) for name, n in shares if n
+    )
 
 
-@lru_cache(maxsize=4)
+@lru_cache
 def full_nbytes(profile: Profile) -> int:
     """Return the bytes of everything that a rank writes."""
     return sum(item.full_nbytes for item in rank_items(profile))
 
 
-@lru_cache(maxsize=64)
+@lru_cache
 def plan_of(profile: Profile, window: int | None, planner: PlannerName) -> Window:
     """Return the window of a length, or else the shortest whose steps' copies take no longer than a step."""
     items, budget = rank_items(profile), int(profile.speeds.device_host * profile.step_seconds)
@@ -218,5 +221,4 @@ def recovery(profile: Profile, behaviour: Behaviour, place: Place | None, idle: 
         ("startup", behaviour.startup),
         ("restore", place.restore if place else 0.0),
         ("repeated", behaviour.replayed * behaviour.replay if place else 0.0),
-        ("restore", profile.costs.warm_up),
     ]

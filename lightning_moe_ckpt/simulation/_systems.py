@@ -12,6 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, ClassVar, Literal, get_args
 
 from typing_extensions import override
@@ -100,13 +101,11 @@ class Gemini(System):
     @override
     def behaviour(self, profile: Profile, mtbf: float) -> Behaviour:
         if self.interval is not None or mtbf == float("inf"):
-            return self._every(profile, self.interval or 1000)
-        longest = max(1.0, 4 * mtbf / profile.step_seconds)
-        tried = sorted({round(longest ** (i / 96)) for i in range(97)})
-        found = [self._every(profile, every) for every in tried]
-        return max(found, key=lambda each: mean_cycle(profile, each, mtbf).share)
+            return self.every(profile, self.interval or 1000)
+        return _best(self, profile, mtbf)
 
-    def _every(self, profile: Profile, every: int) -> Behaviour:
+    def every(self, profile: Profile, every: int) -> Behaviour:
+        """Return the behaviour with an interval."""
         nbytes = full_nbytes(profile)
         waits = profile.costs.stall_whole + stall(profile, nbytes)
         places = places_of(profile, [nbytes], every, replicas=self.replicas, storage_every=self.storage_every)
@@ -258,6 +257,13 @@ class Ours(System):
         return _partial(profile, portion, every, 0.0, replicas=self.replicas, storage_every=self.storage_every)
 
 
+@lru_cache
+def _best(system: Gemini, profile: Profile, mtbf: float) -> Behaviour:
+    longest = max(1.0, 4 * mtbf / profile.step_seconds)
+    found = [system.every(profile, every) for every in sorted({round(longest ** (i / 96)) for i in range(97)})]
+    return max(found, key=lambda each: mean_cycle(profile, each, mtbf).share)
+
+
 def _behaviour(
     profile: Profile, places: Sequence[Place], hooks: float, *, all_start: bool = False, **more: Any
 ) -> Behaviour:
@@ -293,22 +299,29 @@ def _differential(
     profile: Profile, every: int, batch: int, delta: float, *, replicas: int, stored: bool, all_start: bool = False
 ) -> Behaviour:
     """Return the behaviour of bases and of differences that are `delta` of a base."""
-    nbytes, ranks, speeds = full_nbytes(profile), profile.ranks, profile.speeds
-    base = places_of(profile, [nbytes], every, replicas=replicas, storage_every=None if stored else 0)
-    chain, places = delta * every / 2, []
-    for place in base:
-        # Memory and other nodes have the newest step; storage has batches, once it has their base.
-        own = batch if place.name == STORED else 1
-        sent = delta * nbytes * (ranks / speeds.storage if place.name == STORED else 1 / speeds.device_host)
-        more = (every - 1) / every * delta * nbytes * ranks * max(1, place.copies)
-        places.append(
-            replace(place, every=own, lag=own * sent, restore=place.restore * (1 + chain), nbytes=place.nbytes + more)
+    full = full_nbytes(profile)
+    nbytes, chain = delta * full, delta * full * every / 2
+    tiers: dict[str, Any] = {"replicas": replicas, "storage_every": None if stored else 0, "restored": full + chain}
+    # A place takes differences if it keeps up with them, storage in batches; else it has bases only.
+    places = [
+        replace(base, every=own.every, lag=own.lag, nbytes=base.nbytes + own.nbytes)
+        if own.every == (batch if own.name == STORED else 1)
+        else base
+        for base, own in zip(
+            places_of(profile, [full], every, **tiers),
+            [
+                *(each for each in places_of(profile, [nbytes], 1, **tiers) if each.name != STORED),
+                *(each for each in places_of(profile, [nbytes * batch], batch, **tiers) if each.name == STORED),
+            ],
+            strict=True,
         )
-    kept = nbytes * (1 + delta * every / 2)
-    return _behaviour(
-        profile, places, _hooks(profile, 1.0) + (profile.costs.stall_whole * all_start + stall(profile, nbytes)) / every,
-        all_start=all_start, host_memory=memory_of(profile, kept, replicas), notes={"interval": every},
-    )  # fmt: skip
+    ]
+    waits = profile.costs.stall_whole * all_start + stall(profile, full)
+    hooks, memory = (
+        _hooks(profile, 1.0) + waits / every + stall(profile, nbytes),
+        memory_of(profile, full + chain, replicas),
+    )
+    return _behaviour(profile, places, hooks, all_start=all_start, host_memory=memory, notes={"interval": every})
 
 
 def _partial(
