@@ -64,9 +64,14 @@ class CellFigure:
         return 100 * (self.simulated.share - self.measured.share)
 
 
-def seed_of(faults: int) -> int:
-    """Return the first seed whose failures come as often as they should, within a tenth."""
-    for seed in range(1000):
+def fewer(faults: int, mtbf: int) -> int:
+    """Return the failures of a cell: fewer where they are far apart, at least a half."""
+    return max(-(-faults // 2), round(faults * min(1.0, 60 / max(1, mtbf))))
+
+
+def seed_of(faults: int, first: int = 0) -> int:
+    """Return the first seed from `first` on whose failures come as often as they should, within a tenth."""
+    for seed in range(first, first + 1000):
         *_, last = RandomFaults(mtbf=1.0, seed=seed, most=faults).draw(1)
         if abs((last.seconds or 0.0) / faults - 1) < 0.1:
             return seed
@@ -89,17 +94,18 @@ def measure(options: SimpleNamespace, progress: Progress) -> list[CellFigure]:
     cells = [(policy, mtbf, "cell") for mtbf in worlds for policy in policies]
     last = [*((policy, 0, "b") for policy in reversed(policies)), ("none", 0, "b")]
     runs: dict[tuple[str, int, str], Run] = {}
-    step, todo = options.simulator_step, [*own, *cells, *last]
+    middle = len(policies) * (len(worlds) + 1) // 2
+    step, todo = options.simulator_step, [*own, *cells[:middle], *last, *cells[middle:]]
     for done, (policy, mtbf, which) in enumerate(todo):
         progress(f"{policy}, MTBF {mtbf or _OWN_MTBF} steps", done, len(todo))
         keep = out / f"{policy}-{mtbf}-{which}"
-        seed = {"a": 7, "b": 8, "cell": seed_of(faults)}[which]
+        number = fewer(faults, mtbf)
         if policy == "none":
             cell = Cell(policy=policy, mtbf=1e9, faults=0, seed=0, seconds=80 * step)
         elif mtbf:
-            cell = cell_of(policy, mtbf, faults, step, seed)
+            cell = cell_of(policy, mtbf, number, step, seed_of(number))
         else:
-            cell = cell_of(policy, _OWN_MTBF, _OWN_FAULTS, step, seed)
+            cell = cell_of(policy, _OWN_MTBF, _OWN_FAULTS, step, seed_of(_OWN_FAULTS, {"a": 100, "b": 200}[which]))
         runs[policy, mtbf, which] = (
             read_run(keep) if (keep / "cell.json").exists() else run_cell(cell, options.simulator_folder, keep)
         )
