@@ -310,8 +310,9 @@ class FitSession:
         outcome = self._outcome.take(step, trainer.current_epoch, self._batches.step_ended())
         if trained.regrouped():
             session.regrouped()
-        session.stepped(step)
-        if not alone:
+        if alone:
+            session.stepped_alone(step)
+        else:
             try:
                 session.boundary(step, outcome)
             except Exception as error:  # noqa: BLE001  # raised again unless another rank has failed

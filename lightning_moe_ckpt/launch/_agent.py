@@ -114,8 +114,7 @@ class SupervisingAgent(LocalElasticAgent):
         self._silent = False
         """Whether the log counts all ranks of this node as silent."""
         self._join = _Join.AGAIN
-        self._verdict, self._noticed = "", 0.0
-        """How the round ends, and when the newest failure was noticed, in seconds since 1970."""
+        self._verdict = ""
         self._range = NodeRange(spec.rdzv_handler, options.grow_seconds)
         self._log: EventLog | None = None
         self._nodes: NodeWatch
@@ -265,7 +264,7 @@ class SupervisingAgent(LocalElasticAgent):
         if member.connection is not None:
             self._board.serve(member.pid, member.connection)
             environment = {name: str(value) for name, value in self._context.envs[member.local_rank].items()}
-            member.place(environment, self._incarnation, self._noticed)
+            member.place(environment, self._incarnation, self._judge.noticed)
 
     # -- what happens
 
@@ -379,11 +378,11 @@ class SupervisingAgent(LocalElasticAgent):
         failed, rank = self._incarnation, event["rank"]
         if event.get("only", failed) != failed:
             return  # several ranks have called it off, or another one has failed before
-        self._noticed = time.time()
+        self._judge.noticed = time.time()
         self._incarnation += 1
         self._silent = False
         for member in self._members.values():
-            member.send({"failed": failed, "rank": rank, "why": event["why"], "at": self._noticed})
+            member.send({"failed": failed, "rank": rank, "why": event["why"], "at": self._judge.noticed})
         now, dead = time.monotonic(), self._members.get(event["pid"])
         if self._world_size > 1 or dead is None or dead.connection is not None:  # else nobody ever comes together
             self._deadline = min(self._deadline, now + self._options.recover_seconds)
@@ -419,7 +418,7 @@ class SupervisingAgent(LocalElasticAgent):
             self._options.say(f"incarnation {self._formed} has come together")
 
     def _end_round(self, verdict: str, why: str) -> None:
-        self._verdict, self._noticed = verdict, time.time()
+        self._verdict, self._judge.noticed = verdict, time.time()
         self._options.say(why)
         self._incarnation += 1
         if verdict == "restart" and "SIGTERM" not in why:

@@ -186,6 +186,8 @@ class Judge:
         self._failures = deque[float]()
         self._step: int | None = None
         """Furthest step when a process last left by itself."""
+        self.noticed = 0.0
+        """Time at which this supervisor has acted on the newest failure, in seconds since 1970; 0 before the first."""
         self._restarted = False
         """Whether all processes were started anew, and no step was passed since."""
 

@@ -8,6 +8,7 @@ from lightning_moe_ckpt.process._account import Balance as Balance
 from lightning_moe_ckpt.process._account import Origin as Origin
 from lightning_moe_ckpt.process._account import RunAccount as RunAccount
 from lightning_moe_ckpt.process._account import read_account as read_account
+from lightning_moe_ckpt.process._account import rounded as rounded
 from lightning_moe_ckpt.process._heap import FrozenHeap as FrozenHeap
 from lightning_moe_ckpt.process._heap import collections_paused as collections_paused
 from lightning_moe_ckpt.process._stall import HookClock as HookClock

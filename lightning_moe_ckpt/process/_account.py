@@ -147,8 +147,7 @@ class RunAccount:
             between = Goodput(startup=now - past.at)
         else:
             between = gap(past.at, ranks, now)
-        self.before = past.goodput
-        """Parts of earlier incarnations."""
+        self._before = past.goodput
         self.reached = max((each.step for each in known), default=0)
         """Newest step of earlier incarnations."""
         self.covered = self.first = self.step = 0
@@ -187,8 +186,15 @@ class RunAccount:
         self.until = {"repeated": self.covered, "lost": self.reached}.get(part, float("inf"))
         self._enter(part, step)
 
+    def stepped(self, step: int) -> None:
+        """Note that training has come to a boundary."""
+        if step >= self.until:
+            self.passed(step)
+        self.step = step
+        self.sign()
+
     def sign(self) -> None:
-        """Note a sign of life between two steps."""
+        """Note a sign of life."""
         self.note(self.step, time.monotonic() + self.offset, self._clock.ended, self.beside.slowed)
 
     def close(self) -> None:
@@ -203,18 +209,20 @@ class RunAccount:
         own = _divided(part, now - began, self._clock.seconds - hooks, self.beside.slowed - slowed)
         return Balance(now, max(self.reached, self.step), before + own)
 
+    def signed(self) -> Balance:
+        """Return the state at the newest sign of life: what follows may be a wait for a rank that is gone."""
+        found = Balance.read(bytes(self._page))
+        assert found is not None
+        return found
+
     def document(self) -> dict[str, Any]:
-        """Return the state for the run's log, see `read_account`."""
-        now = self.balance()
-        return {
-            "at": round(now.at, 3),
-            "step": now.step,
-            **{name: round(each, 4) for name, each in asdict(now.goodput).items()},
-        }
+        """Return the state at the newest sign of life for the run's log, see `read_account`."""
+        at, step, goodput = self.signed()
+        return {"at": round(at, 3), "step": step, **rounded(goodput)}
 
     def own(self) -> Goodput:
-        """Return the parts of this incarnation, the time before it included since the last sign of life."""
-        now, before = asdict(self.balance().goodput), asdict(self.before)
+        """Return the parts of this incarnation up to then, with the time since the last sign of life of the one before."""
+        now, before = asdict(self.signed().goodput), asdict(self._before)
         return Goodput(**{name: max(0.0, now[name] - before[name]) for name in PARTS})
 
     def taken_again(self) -> dict[str, int]:
@@ -235,6 +243,11 @@ class RunAccount:
         fields = (PARTS.index(part), self.reached, began, hooks, slowed, *astuple(parts))
         self.note(step, began, hooks, slowed)
         _PHASE.pack_into(self._page, 0, _MAGIC, *fields)
+
+
+def rounded(goodput: Goodput) -> dict[str, float]:
+    """Return the parts for people."""
+    return {name: round(seconds, 4) for name, seconds in asdict(goodput).items()}
 
 
 def read_account(figures: object) -> Balance | None:

@@ -366,10 +366,9 @@ class MeasuredSteps:
     def figures(self) -> dict[str, Any]:
         """Return the measured figures of steps for the run's log: means in seconds, noise as a part, `slowed` in all, by tier."""
         basis, captures = self._basis, self.captures
-        spread = statistics.pstdev(basis) / basis.mean if len(basis) > 1 and basis.mean else 0.0
         return {
             "step_seconds": basis.mean if len(basis) >= _SOME_STEPS else None,
-            "step_noise": spread,
+            "step_noise": statistics.pstdev(basis) / basis.mean if len(basis) > 1 and basis.mean else 0.0,
             "hooks_quiet_seconds": self._base.mean() if self._base else None,
             "hooks_captured_seconds": captures.hooks.mean() if captures.hooks else None,
             "slowed_seconds": {"host": captures.seconds, **{tier.worker.name: tier.seconds for tier in self.tiers}},

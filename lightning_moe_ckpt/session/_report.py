@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -12,7 +12,7 @@ from lightning_moe_ckpt._units import size_text, time_text
 from lightning_moe_ckpt.goodput import Goodput
 from lightning_moe_ckpt.native import BubbleFigures
 from lightning_moe_ckpt.planning import LossFigures
-from lightning_moe_ckpt.process import HookClock, Overhead
+from lightning_moe_ckpt.process import HookClock, Overhead, rounded
 from lightning_moe_ckpt.tiers import DeltaFigures, RedundancyFigures
 
 if TYPE_CHECKING:
@@ -236,5 +236,5 @@ def measured_figures(run: OpenRun) -> dict[str, Any]:
         "nbytes": {"host": capture.nbytes_captured, "storage": run.storage.nbytes_complete},
         "nbytes_per_second": {worker.name: worker.rate for worker in run.tiers.workers},
         "restored_nbytes": found.restored_from if found is not None else {},
-        "own": {name: round(seconds, 4) for name, seconds in asdict(own).items()},
+        "own": rounded(own),
     }

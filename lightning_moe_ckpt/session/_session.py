@@ -210,6 +210,10 @@ class CheckpointSession:
         self._planner.stepped(step)
         hooks = None if self.replaying else self.clock.seconds
         tiers.stepped(max(job.least_steps, self._planner.interval_steps), hooks, self.clock.validated)
+        if step >= (account := self._run.account).until:
+            account.passed(step)
+        account.step = step
+        account.note(step, time.monotonic() + account.offset, self.clock.ended, account.beside.slowed)
         if capture.window is None:
             use = self._use if self.repeats.replay is None else None
             with self._heap.keeping(when=capture.memory.layout is None):
@@ -222,14 +226,6 @@ class CheckpointSession:
             progress.last_window = step
             outcome = {**outcome, **self._planner.state()}
         capture.capture(step, outcome)
-
-    def stepped(self, step: int) -> None:
-        """Note for the run's account that training has come to boundary `step`, whether it is captured or not."""
-        account = self._run.account
-        account.step = step
-        if step >= account.until:
-            account.passed(step)
-        account.note(step, time.monotonic() + account.offset, self.clock.ended, account.beside.slowed)
 
     def _use(self, layout: WindowLayout) -> None:
         capture = self._run.capture
@@ -405,6 +401,10 @@ class CheckpointSession:
     def rates(self) -> dict[str, float]:
         """Return the bytes per second of this rank's tiers at work, as far as known."""
         return {worker.name: worker.rate for worker in self._run.tiers.workers if worker.rate}
+
+    def stepped_alone(self, step: int) -> None:
+        """Note that this stage has repeated a step beside the others, which has no boundary."""
+        self._run.account.stepped(step)
 
     @property
     def goodput(self) -> Goodput | None:

@@ -73,14 +73,11 @@ class Clocks:
         return RunAccount(self.hooks, known, [Origin(here, 0.0, 0.0, True)], self.now)
 
     def step(self, account: RunAccount, step: int, seconds: float = 1.0) -> None:
-        """A step of a tenth in hooks, and a twentieth slower, as a session notes it."""
+        """A step of a tenth in hooks, and a twentieth slower."""
         self.now += seconds
         self.hooks.ended += seconds / 10
         self.beside.slowed += seconds / 20
-        account.step = step
-        if step >= account.until:
-            account.passed(step)
-        account.note(step, time.monotonic() + account.offset, self.hooks.ended, self.beside.slowed)
+        account.stepped(step)
 
 
 @pytest.fixture
@@ -117,6 +114,8 @@ def test_steps_decide_where_time_goes(clocks: Clocks) -> None:
     assert found.goodput.productive == pytest.approx(8.5 + 0.85 * 2)
     assert found.goodput.wall == pytest.approx(clocks.now - 990)
     assert second.own().wall == pytest.approx(clocks.now - 1015)
+    clocks.now += 60  # in a collective, for a rank that is gone
+    assert second.signed() == Balance(clocks.now - 60, 12, found.goodput)
 
 
 def test_a_page_that_says_nothing_is_passed_over(clocks: Clocks) -> None:
@@ -140,8 +139,9 @@ def test_a_log_entry_has_the_account(clocks: Clocks) -> None:
     account = clocks.account(birth=990.0)
     account.begin(3, 3, clocks.beside)
     clocks.now += 1
+    assert account.balance().at == clocks.now
     found = read_account({"goodput": account.document()})
-    assert found == account.balance()
+    assert found == account.signed() == Balance(clocks.now - 1, 3, Goodput(startup=10))
     assert Balance.of(found.plain()) == found
     for said in (None, {}, {"goodput": 0.5}, {"goodput": {"productive": 3}}):
         assert read_account(said) is None
