@@ -42,8 +42,6 @@ Errors go to standard error. With --json they are also a document {"error": ...}
 
 Completion: put eval "$(_MOE_CKPT_COMPLETE=bash_source moe-ckpt)" into ~/.bashrc, or zsh_source and ~/.zshrc."""
 _SHORTEST = timedelta(seconds=0.1)
-SCOPES = ("process", "node", "cluster")
-"""What a failure takes, as in `simulation`."""
 _BROKEN_PIPE = 141  # 128 + SIGPIPE, as a shell reports it
 _INTERRUPTED = 130  # 128 + SIGINT
 _LARGE_PAGES = "glibc.malloc.hugetlb"
@@ -385,7 +383,7 @@ _LOOKING = [
             _option(
                 "--scope",
                 "Profile: what most failures take (default: node, or process of one node).",
-                type=click.Choice(SCOPES),
+                type=click.Choice(["process", "node", "cluster"]),
             ),
             _option(
                 "--allow-loss",

@@ -20,7 +20,7 @@ PUBLIC: dict[str, str] = {
     """,
     "lightning_moe_ckpt.callbacks": """
         CapacityBoost CheckpointArguments DenseCheckpoint DifferentialCheckpoint ExpertLoadMonitor FailureDomain
-        PartialExpertCheckpoint Popularity Retention SelectiveExpertCheckpoint SparseCheckpoint
+        PartialExpertCheckpoint Popularity Retention SelectiveExpertCheckpoint SparseCheckpoint auto
     """,
     "lightning_moe_ckpt.data": """
         SeededItems
@@ -51,7 +51,7 @@ PUBLIC: dict[str, str] = {
         Kill RandomFaults Seam assert_same_end capture_end differences fail_at run_attempts summarize_faults
     """,
 }
-MAX_PUBLIC = 92
+MAX_PUBLIC = 93
 
 
 ROOT = Path(__file__).resolve().parents[1]

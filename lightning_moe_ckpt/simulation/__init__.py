@@ -5,10 +5,10 @@ Internal: may change in any version.
 
 from lightning_moe_ckpt.simulation._behaviour import Behaviour as Behaviour
 from lightning_moe_ckpt.simulation._behaviour import Place as Place
-from lightning_moe_ckpt.simulation._choice import EVERY_MEMORY as EVERY_MEMORY
-from lightning_moe_ckpt.simulation._choice import PlannedRun as PlannedRun
-from lightning_moe_ckpt.simulation._choice import choose as choose
-from lightning_moe_ckpt.simulation._choice import reasons as reasons
+from lightning_moe_ckpt.simulation._chooser import EVERY_MEMORY as EVERY_MEMORY
+from lightning_moe_ckpt.simulation._chooser import PlannedRun as PlannedRun
+from lightning_moe_ckpt.simulation._chooser import choose as choose
+from lightning_moe_ckpt.simulation._chooser import reasons as reasons
 from lightning_moe_ckpt.simulation._events import Simulated as Simulated
 from lightning_moe_ckpt.simulation._events import expected as expected
 from lightning_moe_ckpt.simulation._events import simulate as simulate

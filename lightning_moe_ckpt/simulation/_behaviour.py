@@ -221,5 +221,4 @@ def recovery(profile: Profile, behaviour: Behaviour, place: Place | None, idle: 
         ("startup", behaviour.startup),
         ("restore", place.restore if place else 0.0),
         ("repeated", behaviour.replayed * behaviour.replay if place else 0.0),
-        ("restore", profile.costs.warm_up),
     ]

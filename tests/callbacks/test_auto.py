@@ -24,7 +24,9 @@ from lightning_moe_ckpt.callbacks._auto import AutoCheckpoint
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.simulation import Profile
 
-STEPS = 108
+STEPS = 240
+BEHIND = 12
+"""Steps from the choice to the kill behind it."""
 PROFILE = """\
 training: {step_seconds: 2.0}
 model: {layers: 4, experts: 8, params: 2e9, expert_params: 5e7}
@@ -35,7 +37,7 @@ costs: {detection: 5s, startup: 30s, hooks_per_step: 0.0005, hooks_per_capture: 
 
 
 class Killed(Callback):
-    """Slows steps down, and kills one rank behind a step, once storage or memory has a generation of it."""
+    """Slows steps down, and kills its process at a step, or, at -1, some steps behind the choice."""
 
     def __init__(self, at: int | None, checkpoint: Any) -> None:
         self.at, self.checkpoint = at, checkpoint
@@ -43,6 +45,8 @@ class Killed(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, *args: object) -> None:
         time.sleep(0.01)  # steps of a few ms leave storage no quiet ones
+        if self.at == -1 and self.checkpoint.chosen is not None:
+            self.at = trainer.global_step + BEHIND
         if self.at is not None and trainer.global_step == self.at:
             self.checkpoint.wait_committed(20)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -77,7 +81,7 @@ def killed(ranks: int, checkpoint: Callable[[], Any], at: int) -> None:
         start(ranks, checkpoint, kill_at=at)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.soak)])
 def test_a_run_that_chooses_ends_the_same(ranks: int, tmp_path: Path) -> None:
     """Killed in the trial and behind the choice: later starts make the stored choice, on all ranks, and each weight has its bits."""
     calm = start(ranks, lambda: DenseCheckpoint(tmp_path / "calm", every_n_steps=500))
@@ -85,7 +89,7 @@ def test_a_run_that_chooses_ends_the_same(ranks: int, tmp_path: Path) -> None:
     measuring = partial(auto, url, mtbf="10min")
     killed(ranks, measuring, 14)
     assert not (url / "choice.json").exists()
-    killed(ranks, measuring, 100)
+    killed(ranks, measuring, -1)
     stored = json.loads((url / "choice.json").read_text())
     assert stored["world_size"] == ranks
     assert Profile.read(url / "profile.yaml").ranks == ranks
@@ -143,7 +147,7 @@ def test_with_a_profile_the_callback_is_chosen_at_once(tmp_path: Path) -> None:
     assert isinstance(made, SparseCheckpoint | DenseCheckpoint)
     assert made.every_n_steps is not None
     assert made.every_n_steps > 1
-    assert made.replicas >= 1
+    assert made.replicas in {1, 2}
     given = auto(tmp_path / "run", mtbf="1h", profile=str(profile), replicas=0, overhead_target=0.5, keep=3)
     assert (given.replicas, given.overhead_target, given.keep) == (0, 0.5, 3)
 

@@ -1,4 +1,4 @@
-"""`moe-ckpt plan` says what a node needs, or chooses for a profile; `tests/planning/test_forecast.py` and `tests/simulation/test_choice.py` have the sums."""
+"""`moe-ckpt plan` says what a node needs, or chooses for a profile; `tests/planning/test_forecast.py` and `tests/simulation/test_chooser.py` have the sums."""
 
 from __future__ import annotations
 

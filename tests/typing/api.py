@@ -59,6 +59,8 @@ def train(model: LightningModule) -> None:
         failure_domains=[callbacks.FailureDomain(node="host0", rack="a")],
     )
     monitor = callbacks.ExpertLoadMonitor(every_n_steps=10)
+    planned = callbacks.auto("s3://bucket/run", mtbf="2h", allow_loss=0.05, profile="profile.yaml", keep=3)
+    assert_type(planned.keep, int)
     assert_type(callbacks.CapacityBoost(boost=0.1, dropless=True).debts, dict[str, tuple[int, ...]])
     if sparse.accounting is not None:
         assert_type(sparse.accounting.plt, float)

@@ -11,7 +11,7 @@ import pytest
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.goodput import Goodput
 from lightning_moe_ckpt.simulation import PlannedRun, Profile, choose, reasons
-from lightning_moe_ckpt.simulation._choice import _Search, _with_spares
+from lightning_moe_ckpt.simulation._chooser import _Search, _with_spares
 from lightning_moe_ckpt.simulation._systems import Ours
 
 HOUR = 3600.0
