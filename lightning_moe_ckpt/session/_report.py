@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -17,6 +17,8 @@ from lightning_moe_ckpt.tiers import DeltaFigures, RedundancyFigures
 
 if TYPE_CHECKING:
     from lightning_moe_ckpt.session._opening import OpenRun
+
+_NO_TIME = Goodput()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +80,7 @@ class Report:
     """Seconds from the start of `fit` to the first loaded slot."""
     overhead: Overhead
     """Shares of training's time, with the slowdown by tiers; replayed steps and the first steps do not count."""
-    goodput: Goodput = field(default_factory=Goodput)
+    goodput: Goodput = _NO_TIME
     """Parts of the run's wall time over all its starts so far, as far as this rank knows; `goodput.share` is the productive part."""
     deltas: DeltaFigures | None = None
     """Bytes sent to other nodes, where gradients may be sent for experts that stay chosen."""

@@ -79,6 +79,7 @@ def main() -> None:
         strategy=MoEStrategy(),
         callbacks=[dies] if "plain" in KILLS else [checkpoint, dies],
         max_steps=STEPS,
+        default_root_dir=FOLDER,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
