@@ -268,22 +268,18 @@ def _all(children: list[dict[str, nn.Module | None]]) -> Iterator[nn.Module | No
 _parts: WeakKeyDictionary[nn.Module, _Parts] = WeakKeyDictionary()
 
 
-def _known(module: nn.Module) -> _Parts:
-    """Return a module's parts. Cached: walking through all of them at every step takes longest, and hashes metrics' states."""
+def module_metrics(module: LightningModule) -> list[tuple[str, Metric]]:
+    """Return metrics among a module's parts, by name. Cached: walking through all parts at every step takes longest."""
     known = _parts.get(module)
     if known is None or not known.hold:
         known = _parts[module] = _Parts.of(module)
-    return known
+    return known.metrics
 
 
-def modules_of(module: nn.Module) -> list[nn.Module]:
-    """Return a module and its parts, as `modules` does; do not change the list."""
-    return _known(module).all
-
-
-def module_metrics(module: LightningModule) -> list[tuple[str, Metric]]:
-    """Return metrics among a module's parts, by name."""
-    return _known(module).metrics
+def modules_of(module: LightningModule) -> list[nn.Module]:
+    """Return a module and its parts, as `modules` does, from the same cache; do not change the list."""
+    module_metrics(module)
+    return _parts[module].all
 
 
 def gather_in_stage(state: Tensor, group: Any = None) -> list[Tensor]:
