@@ -271,7 +271,7 @@ class _NvrxAsync(StateSaving):
     @override
     def load(self) -> Any:
         whole = max(self._folder.glob("*.pt"), key=_step_of, default=None)
-        return torch.load(whole, weights_only=False) if whole is not None else None
+        return torch.load(whole, weights_only=True) if whole is not None else None
 
     @override
     def write(self, step: int, state: dict[str, Any]) -> None:
