@@ -63,7 +63,7 @@ from lightning_moe_ckpt.storage import digest_of, wrapping_backends
 
 _TURN = timedelta(minutes=2)
 _SAFE_SECONDS = 20.0
-"""What was saved last may take so long until it is safe."""
+"""Patience with the last save, until it is safe."""
 _LOOK_SECONDS = 0.004
 _MAX_STEPS = 100_000
 _SAID = re.compile(r"corrupt|damage|digest|checksum|\bcrc|does not match", re.IGNORECASE)
@@ -82,7 +82,7 @@ class PeerFit:
     every: int
     settle: int
     steps: int
-    """Of a turn: not measured, and measured."""
+    """Steps of a turn: `settle` are not measured, `steps` are."""
     turns: int = 0
     """_Turns before the one that is watched."""
     stops: tuple[int, ...] = ()
@@ -184,7 +184,7 @@ class PeerTurn:
     nbytes: float
     """Bytes taken."""
     safe_seconds: list[float] = field(default_factory=list)
-    """From a step's end until a restart would go back no further; of saves that became safe."""
+    """Seconds from a step's end until a restart would go back no further, for saves that became safe."""
     memory_nbytes: int = 0
     """Most memory that this process held, those that it started, and files of it in memory."""
 
@@ -391,15 +391,15 @@ class PeerKills:
     resumed_from: list[int]
     """Steps; 0 where training began anew."""
     seconds: list[float]
-    """From each SIGKILL to the end of the first step that was never taken before; processes are forked, imports are not in it."""
+    """Seconds from each SIGKILL to the end of the first step never taken before, in forked processes, without imports."""
     state_equal: bool
     """Whether weights and optimizer were those of the step that training went on from, bit by bit, after each kill."""
     steps_equal: bool
     """Whether they were those of the killed training at the step of the kill too."""
     flip: str
-    """What became of a flipped bit of a weight: `noticed`, `not noticed`, `no effect`, or why none was flipped."""
+    """Fate of a flipped bit of a weight: `noticed`, `not noticed`, `no effect` or `none flipped`."""
     flip_said: str
-    """How it was noticed."""
+    """Sign by which a system noticed the bit, or the reason why none was flipped."""
 
 
 class _Node:

@@ -41,7 +41,7 @@ from lightning_moe_ckpt.benchmarks._variants import (
     state_dicts,
 )
 
-Place = Literal["memory", "storage"]
+_Place = Literal["memory", "storage"]
 
 
 class StateSaving(SavingEvery):
@@ -271,7 +271,7 @@ class _NvrxAsync(StateSaving):
     @override
     def load(self) -> Any:
         whole = max(self._folder.glob("*.pt"), key=_step_of, default=None)
-        return torch.load(whole, weights_only=False) if whole is not None else None
+        return torch.load(whole, weights_only=True) if whole is not None else None
 
     @override
     def write(self, step: int, state: dict[str, Any]) -> None:
@@ -311,7 +311,7 @@ class PeerSystem:
     """A row: who saves, and where to."""
 
     label: str
-    place: Place
+    place: _Place
     make: Callable[[Path, int, str], Callback | None]
     """Takes a folder, the steps between two saves, and a name that nobody else has."""
     environment: str = ""
@@ -332,11 +332,11 @@ REQUIREMENTS = {
     "nvrx": ("nvidia-resiliency-ext==0.4.1",),
     "lm-resiliency": ("lm-resiliency==0.2.0",),
 }
-"""What an environment is made of, by its name, beside what this package runs on."""
+"""Packages of an environment, by its name, beside those behind this package."""
 _NVRX = "nvidia_resiliency_ext.checkpointing"
 
 
-def _own(policy: str, place: Place) -> PeerSystem:
+def _own(policy: str, place: _Place) -> PeerSystem:
     def make(folder: Path, every: int, _: str) -> Callback | None:
         # At the pace that is asked for, as all others; a difference is what the policy takes at every step.
         variant = Variant(policy, 64 if policy == "differential" else every, memory_only=True)
@@ -349,8 +349,8 @@ def _systems() -> Iterator[tuple[str, PeerSystem]]:
     dlrover = ("dlrover", ("dlrover.trainer.torch.flash_checkpoint.ddp",))
     resilient = ("lm-resiliency", ("lm_resiliency", "lm_resiliency.experimental"))
     nvrx = ("nvrx", (f"{_NVRX}.local.ckpt_managers.local_manager", f"{_NVRX}.async_ckpt.torch_ckpt"))
-    memory: Place = "memory"
-    storage: Place = "storage"
+    memory: _Place = "memory"
+    storage: _Place = "storage"
     yield "none", PeerSystem("none, a second time", memory, lambda *_: None)
     yield "dlrover-memory", PeerSystem("DLRover", memory, lambda f, e, n: _Dlrover(f, e, n, disk=False), *dlrover)
     local = "NVRx, local on a tmpfs, adapted to the CPU"

@@ -77,15 +77,15 @@ class PeerFigure:
     versions: tuple[str, ...]
     """Requirements of its environment."""
     step_seconds: float = 0.0
-    """Of the turns without checkpoints in its rounds, median."""
+    """Median step of the turns without checkpoints in its rounds."""
     added: Paired | None = None
     """Seconds added to a step; `None` where the row was not measured."""
     beside: Paired | None = None
     """CPU seconds per step, added by other threads and processes."""
     hook_seconds: float = 0.0
-    """Of the training thread in saves, per step, waits included."""
+    """Seconds of the training thread in saves, per step, waits included."""
     safe_seconds: float | None = None
-    """From a step's end until a restart would go back no further, median; `None` where no save became safe in 20 s."""
+    """Median time from a step's end until a restart would go back no further; `None` where no save became safe."""
     nbytes_per_step: float = 0.0
     """Taken, mean."""
     memory_nbytes: int = 0
@@ -281,7 +281,7 @@ _WORTH: dict[str, Callable[[PeerFigure], float | None]] = {
     "host memory": lambda figure: figure.memory_nbytes or None,
     "after SIGKILL": _recovery,
 }
-"""What is compared without an interval; less is better."""
+"""Columns without an interval, in which less is better."""
 
 
 # -- tables
