@@ -114,7 +114,7 @@ def _refuse_hopeless(profile: Profile, failures: Failures) -> None:
 
 @cache
 def still_there(nodes: int, replicas: int, lost: int) -> float:
-    """Return the probability that memory still has all state after so many nodes are lost, given that it had it with one node more."""
+    """Return the probability that memory still has all state after so many nodes are lost, given that it had it with one lost node less."""
     domains = [FailureDomain(node=f"{i}", rack="") for i in range(nodes)]
     placement = place_replicas(domains, [range(nodes)], [1] * nodes, replicas)
     before, after = (survival_probability(placement, each).probability for each in (lost - 1, lost))
@@ -149,7 +149,6 @@ class _Run:
             if self.done >= self.goal or self.now >= self.end - _ROUNDING or after >= self.end:
                 return self._ended()
             after, scope = self._recovered(scope, coming)
-        raise AssertionError
 
     def _pass(self, part: str, seconds: float, until: float) -> bool:
         """Spend the seconds, or those left until then; return whether that was enough."""
