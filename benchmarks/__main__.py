@@ -156,6 +156,13 @@ _BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what other
             flag("--full", "Three seeds, and longer runs."),
         ],
     ),
+    "simulator-published": (
+        "The simulator beside MoEvement's Table 3 and Fig. 11, with all that the paper does not state.",
+        [
+            number("--published-seeds", 40, "Runs of each cell."),
+            option("--page", "Put the table into docs/papers.md.", "PATH", type=Path),
+        ],
+    ),
     "selection": (
         "Experts in turns, by load and by budget: how many are taken again, tokens at risk, bytes to another node.",
         [

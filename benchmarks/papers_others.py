@@ -364,8 +364,7 @@ OTHERS = [
 ]  # fmt: skip
 
 UNTOLD = {
-    "MoEvement, Figs. 1, 11 and Table 4": "ETTR by interval, of clusters of thousands of GPUs and of the paper's simulator: formulas of measured parts, and this package has "
-    "no simulator whose formulas could be wrong; the parts are in Table 3, Figs. 10 and 13.",
+    "MoEvement, Fig. 1 and Table 4": "ETTR by interval, and the paper's simulator beside its cluster; ours is beside its tables above, and beside real runs in `python -m benchmarks simulator`.",
     "MoEvement, Figs. 2, 3, 5, 7, 8, 9a, 14": "pictures of mechanisms; tests of replay, of frozen operators and of stages that recover alone or together show them.",
     "MOETION, Fig. 7": "time that a fault wastes is mostly that of a start and of reading; `python -m benchmarks recovery` measures both, by kind of failure, beside DCP and Lightning.",
     "TierCheck, Exp4": "as MOETION, Fig. 7: `recovery` has the loss of a process, of a node and of all nodes.",

@@ -190,6 +190,18 @@ A run on such a cluster places its copies the same way. Ranks are numbered node 
 
 Exit status: 0 shown, 2 there can be no such placement."""
 
+SIMULATE = """\
+Simulate a run under failures, from the times and sizes in PROFILE, a YAML of `moe-ckpt profile` or written by hand.
+
+Every system's goodput is the part of the wall time that steps which count would take without checkpoints; the other columns are what the
+rest went to, and beside the simulation is the closed form. The papers' systems have the papers' settings.
+
+Exit status: 0 shown, 2 something in PROFILE is missing or cannot work."""
+SYSTEM = (
+    "none, checkfreq, gemini, moc, tiercheck, moevement-global, moevement, ours-dense, ours-differential, ours-partial, "
+    "ours-sparse or ours-localized, with settings as in ours-sparse:window=4,replicas=2; repeat for several (default: all)."
+)
+
 _EXTRA_OF = {"rich": "tools", "matplotlib": "plots", "jsonargparse": "cli", "botocore": "s3"}
 """Names of the extras in pyproject.toml, by package."""
 

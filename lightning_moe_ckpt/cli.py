@@ -396,6 +396,24 @@ _LOOKING = [
             _flag("--json", "Write one JSON document.", "as_json"),
         ],
     ),
+    _command(
+        "simulate",
+        "Show the goodput of a run under failures, by checkpointing system.",
+        _cli_options.SIMULATE,
+        [
+            click.Argument(["path"], metavar="PROFILE", type=click.Path(path_type=Path)),
+            _option("--mtbf", "Mean time between failures.", "TIME", type=_cli_options.seconds, default="2h"),
+            _option("--trace", "Failures instead: lines of seconds,scope.", "FILE", type=click.Path(path_type=Path)),
+            one_of("--scope", ["node", "process", "cluster"], "What failures take, without --trace."),
+            _option("--system", _cli_options.SYSTEM, "NAME[:SETTING=VALUE,...]", multiple=True, name="chosen"),
+            _option("--hours", "Wall time of the run.", "H", type=float, default=24.0),
+            number("--seeds", 10, "Runs of each system, with failures of their own."),
+            _option(
+                "--plot", "Also draw the parts, such as out.png or out.svg.", "FILE", type=click.Path(path_type=Path)
+            ),
+            _flag("--json", "Write one JSON document.", "as_json"),
+        ],
+    ),
 ]
 
 # -- benchmarks

@@ -53,6 +53,7 @@ from lightning_moe_ckpt.inspection._import import import_run
 from lightning_moe_ckpt.inspection._progress_views import follow, progress_now, write_page
 from lightning_moe_ckpt.inspection._run_profile import write_profile
 from lightning_moe_ckpt.inspection._run_progress import Follower
+from lightning_moe_ckpt.inspection._simulations import simulation_answer
 from lightning_moe_ckpt.inspection._verify import Verdict
 from lightning_moe_ckpt.inspection._verify import verify as read_everything
 from lightning_moe_ckpt.launch import DENSIFY
@@ -444,6 +445,12 @@ def plan(
     module, mirroring = described_model(groups, given), mirroring_of(placed, rank, peers)
     found = forecast(kind(**settings), module, groups, precision, mirroring=mirroring, redundancy=redundancy)
     return _shared_memory.forecast_answer(found, ranks_per_node)
+
+
+@_of_run
+def simulate(**options: Any) -> Answer:
+    """Simulate a described run under several systems."""
+    return simulation_answer(**options)
 
 
 def _survivals(placement: ReplicaPlacement, most: int) -> list[Survival]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from lightning_moe_ckpt.policies import PlanItem, PlannerName, plan_for_window, plan_window, split_nbytes
 from lightning_moe_ckpt.simulation._failures import Scope
@@ -57,8 +58,8 @@ class Behaviour:
     """Seconds of a step that was lost and is taken again, without hooks."""
     host_memory: float = 0.0
     """Bytes of generations on a node."""
-    experts_taken: int = 0
-    """K, where not all experts are taken; else 0."""
+    taken: float = 1.0
+    """Part of each layer's experts that a generation takes."""
     unsaved: float = 0.0
     """Steps of training that a failure loses for good, as a mean over all parameters."""
     notes: dict[str, float] = field(default_factory=dict)
@@ -85,26 +86,31 @@ class Window:
         return sum(self.nbytes)
 
 
-def rank_items(profile: Profile) -> list[PlanItem]:
+@lru_cache
+def rank_items(profile: Profile) -> tuple[PlanItem, ...]:
     """Return what a rank of the largest pipeline stage writes: each byte has one writer, and all ranks write alike."""
     model, cluster = profile.model, profile.cluster
     if model.operators:
-        return [PlanItem(f"operator.{i}", full, compute, i) for i, (full, compute) in enumerate(model.operators)]
+        return tuple(PlanItem(f"operator.{i}", full, compute, i) for i, (full, compute) in enumerate(model.operators))
     layers, per_stage = -(-model.layers // cluster.pipeline), profile.ranks // cluster.pipeline
-    each, holders = -(-model.experts // cluster.expert_parallel), per_stage // cluster.expert_parallel
-    shares = {f"{i}.expert.{e}": model.expert_params / holders for i in range(layers) for e in range(each)}
-    shares |= {f"{i}.dense": profile.dense_params / model.layers / per_stage for i in range(layers)}
-    return [
-        PlanItem(name, math.ceil(share * model.nbytes_state), math.ceil(share * min(model.nbytes_compute, model.nbytes_state)), name.endswith("dense"))
-        for name, share in shares.items()
-    ]  # fmt: skip
+    parts = max(1, min(cluster.expert_parallel, model.experts))
+    each, holders = -(-model.experts // parts), per_stage // parts
+    shares = [(f"{i}.expert.{e}", model.expert_params / holders) for i in range(layers) for e in range(each)]
+    shares += [(f"{i}.dense", profile.dense_params / model.layers / per_stage) for i in range(layers)]
+    full, compute = model.nbytes_state, min(model.nbytes_compute, model.nbytes_state)
+    # What every token uses comes last, as in the planner.
+    return tuple(
+        PlanItem(name, math.ceil(n * full), math.ceil(n * compute), name.endswith("dense")) for name, n in shares if n
+    )
 
 
+@lru_cache
 def full_nbytes(profile: Profile) -> int:
     """Return the bytes of everything that a rank writes."""
     return sum(item.full_nbytes for item in rank_items(profile))
 
 
+@lru_cache
 def plan_of(profile: Profile, window: int | None, planner: PlannerName) -> Window:
     """Return the window of a length, or else the shortest whose steps' copies take no longer than a step."""
     items, budget = rank_items(profile), int(profile.speeds.device_host * profile.step_seconds)
@@ -157,7 +163,8 @@ def places_of(
         restored: bytes of one rank that a restore brings; by default a generation.
     """
     speeds, cluster, costs, step = profile.speeds, profile.cluster, profile.costs, profile.step_seconds
-    nbytes, ranks = sum(steps), profile.ranks
+    # Ranks of smaller pipeline stages write less than the largest stage's, of which `steps` are.
+    nbytes, ranks = sum(steps), profile.ranks * _evenness(profile)
     whole = nbytes if restored is None else restored
     here = costs.restore_fixed + whole * costs.restore_per_nbyte
     taken = steps[-1] / speeds.device_host
@@ -187,6 +194,13 @@ def places_of(
         )
         found.append(place)
     return tuple(found)
+
+
+def _evenness(profile: Profile) -> float:
+    """Return the mean bytes that a rank writes, as a part of what a rank of the largest stage does."""
+    if profile.model.operators:
+        return 1.0
+    return profile.model.params * profile.model.nbytes_state / profile.ranks / full_nbytes(profile)
 
 
 def stall(profile: Profile, nbytes: float) -> float:

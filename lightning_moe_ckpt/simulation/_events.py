@@ -13,6 +13,7 @@ import math
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 
 from lightning_moe_ckpt._units import time_text
 from lightning_moe_ckpt.errors import ConfigurationError
@@ -22,6 +23,7 @@ from lightning_moe_ckpt.simulation._closed_form import mean_cycle
 from lightning_moe_ckpt.simulation._failures import SCOPES, Failures, Scope
 from lightning_moe_ckpt.simulation._profile import Profile
 from lightning_moe_ckpt.simulation._systems import System
+from lightning_moe_ckpt.tiers import FailureDomain, place_replicas, survival_probability
 
 _MOST_FAILURES = 100_000
 _ROUNDING = 1e-9
@@ -94,9 +96,9 @@ def expected(profile: Profile, system: System, mtbf: float, scope: Scope = "node
     """
     _refuse_hopeless(profile, Failures(mtbf=mtbf))
     found, step = system.behaviour(profile, mtbf), profile.step_seconds
-    while found.experts_taken and mtbf < math.inf:
+    while found.taken < 1 and mtbf < math.inf:
         grown = system.grown(profile, found, found.unsaved * (step + found.extra) / mtbf, 0.0)
-        if grown.experts_taken <= found.experts_taken:
+        if grown.taken <= found.taken:
             break
         found = grown
     return mean_cycle(profile, found, mtbf, scope)
@@ -110,6 +112,15 @@ def _refuse_hopeless(profile: Profile, failures: Failures) -> None:
         )
 
 
+@cache
+def still_there(nodes: int, replicas: int, lost: int) -> float:
+    """Return the probability that memory still has all state after so many nodes are lost, given that it had it with one node more."""
+    domains = [FailureDomain(node=f"{i}", rack="") for i in range(nodes)]
+    placement = place_replicas(domains, [range(nodes)], [1] * nodes, replicas)
+    before, after = (survival_probability(placement, each).probability for each in (lost - 1, lost))
+    return after / before if before else 0.0
+
+
 class _Run:
     """State of a run between two failures."""
 
@@ -117,12 +128,16 @@ class _Run:
         self.profile, self.system, self.goal, self.end = profile, system, goal, end
         self.now, self.done, self.reached = 0.0, 0.0, 0.0
         """Seconds; steps whose state the ranks have; steps that were taken at least once."""
+        self.planned = min(goal, end / profile.step_seconds, profile.training.steps or math.inf)
+        """Steps of the training, of which lost tokens are a part."""
         self.behaviour = system.behaviour(profile, mtbf)
         self.has = dict.fromkeys((place.name for place in self.behaviour.places), 0)
         """Newest generation of each place, as the step that it leads to."""
         self.parts, self.nbytes = dict.fromkeys(PARTS, 0.0), dict.fromkeys(self.has, 0.0)
         self.memory, self.failures, self.lost = self.behaviour.host_memory, 0, 0.0
         self._spares, self._returning, self._missing = profile.cluster.spares, list[float](), 0
+        self._together = 0
+        """Nodes lost since copies were last complete."""
         self._draw = random.Random(f"nodes {seed}")
 
     def through(self, failures: Failures, seed: int, first_start: float) -> Simulated:
@@ -163,16 +178,16 @@ class _Run:
         """Recover from a failure, and from those during recovery; return the next one after it."""
         self._interrupt_step()
         self._lose_tokens()
-        together = 0
         while True:
-            together += scope == "node"
-            place = self._fail(scope, together)
+            place = self._fail(scope)
             after, next_scope = next(coming, (math.inf, scope))
             for part, seconds in recovery(self.profile, self.behaviour, place, self._wait(scope)):
                 if not self._pass(part, seconds, min(after, self.end)):
                     break
                 if part == "idle":
                     self._replace_missing()
+                elif part == "restore":  # with which copies are complete again
+                    self._together = 0
             else:
                 return after, next_scope
             if self.now >= self.end - _ROUNDING:
@@ -195,14 +210,15 @@ class _Run:
 
     def _lose_tokens(self) -> None:
         """Count what a failure loses for good, and let the system take more experts from now on."""
-        if not self.behaviour.experts_taken or self.done < 1:
+        if not self.behaviour.unsaved or self.done < 1:
             return
         lost = min(self.behaviour.unsaved, self.done)
         self.lost += lost
-        self.behaviour = self.system.grown(self.profile, self.behaviour, self.lost / self.done, lost / self.done)
+        share = 1 / max(self.planned, self.done)
+        self.behaviour = self.system.grown(self.profile, self.behaviour, self.lost * share, lost * share)
         self.memory = max(self.memory, self.behaviour.host_memory)
 
-    def _fail(self, scope: Scope, together: int) -> Place | None:
+    def _fail(self, scope: Scope) -> Place | None:
         """Take what a failure takes, and go back to the newest generation that is left; return its place."""
         self.failures += 1
         if self.failures > _MOST_FAILURES:
@@ -211,17 +227,13 @@ class _Run:
                 "another system."
             )
         if scope == "node":
-            self._missing += 1
+            self._missing, self._together = self._missing + 1, self._together + 1
             self._returning.append(self.now + self.profile.costs.repair)
-        nodes = max(1, self.profile.cluster.nodes - 1)
+        nodes = self.profile.cluster.nodes
         for place in self.behaviour.places:
             gone = SCOPES.index(place.survives) < SCOPES.index(scope)
-            # Of copies on other nodes, the last is gone if the node that has it is lost too before training goes on.
-            gone |= (
-                scope == "node"
-                and 0 < place.copies < together
-                and self._draw.random() * nodes < place.copies * (together - 1)
-            )
+            if scope == "node" and 0 < place.copies < self._together:
+                gone |= self._draw.random() > still_there(nodes, place.copies, min(self._together, nodes))
             if gone:
                 self.has[place.name] = 0
         newest = max(self.has.values(), default=0)

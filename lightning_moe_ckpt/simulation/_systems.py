@@ -12,6 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, ClassVar, Literal, get_args
 
 from typing_extensions import override
@@ -100,13 +101,11 @@ class Gemini(System):
     @override
     def behaviour(self, profile: Profile, mtbf: float) -> Behaviour:
         if self.interval is not None or mtbf == float("inf"):
-            return self._every(profile, self.interval or 1000)
-        longest = max(1.0, 4 * mtbf / profile.step_seconds)
-        tried = sorted({round(longest ** (i / 96)) for i in range(97)})
-        found = [self._every(profile, every) for every in tried]
-        return max(found, key=lambda each: mean_cycle(profile, each, mtbf).share)
+            return self.every(profile, self.interval or 1000)
+        return _best(self, profile, mtbf)
 
-    def _every(self, profile: Profile, every: int) -> Behaviour:
+    def every(self, profile: Profile, every: int) -> Behaviour:
+        """Return the behaviour with an interval."""
         nbytes = full_nbytes(profile)
         waits = profile.costs.stall_whole + stall(profile, nbytes)
         places = places_of(profile, [nbytes], every, replicas=self.replicas, storage_every=self.storage_every)
@@ -116,40 +115,38 @@ class Gemini(System):
 
 @dataclass(frozen=True, kw_only=True)
 class MoC(System):
-    """Some experts in every step, more after failures that lose too many tokens."""
+    """Some experts in every step, twice as many after each failure once too many tokens are lost."""
 
-    k: int | None = None
-    """Experts of a layer at first; `None` for an eighth (MoEvement, Fig. 10c)."""
-    plt_budget: float = 0.0375
-    """Largest portion of lost tokens."""
+    portion: float = 1 / 8
+    """Part of a layer's experts in a step, at first (MoEvement, Fig. 10c)."""
+    plt_budget: float = 0.05
+    """Largest portion of lost tokens (PEC, Sec. 3.1)."""
     replicas: int = 2
     """Copies on other nodes."""
     storage_every: int | None = None
     """Least steps between generations in storage; `None` for as often as it keeps up, 0 for no storage."""
     overhead: float = 0.0
-    """Overhead with the first K beyond that of its bytes, as a part of a step."""
+    """Overhead at first beyond that of bytes, as a part of a step."""
 
     name = "moc"
 
     @override
     def behaviour(self, profile: Profile, mtbf: float) -> Behaviour:
-        return self._taking(profile, self._first(profile))
+        return self._taking(profile, self.portion)
 
-    def _first(self, profile: Profile) -> int:
-        return self.k or max(1, profile.model.experts // 8)
-
-    def _taking(self, profile: Profile, k: int) -> Behaviour:
-        first = self._first(profile)
-        grown = (k - first) / max(1, profile.model.experts - first)
+    def _taking(self, profile: Profile, portion: float) -> Behaviour:
+        grown = (portion - self.portion) / (1 - self.portion) if portion < 1 else 1.0
         more = self.overhead * profile.step_seconds + grown * profile.costs.stall_whole
-        return _partial(profile, k, 1, more, replicas=self.replicas, storage_every=self.storage_every)
+        return _partial(profile, portion, 1, more, replicas=self.replicas, storage_every=self.storage_every)
 
     @override
     def grown(self, profile: Profile, now: Behaviour, plt: float, last_loss: float) -> Behaviour:
-        return self._taking(
-            profile,
-            _grown_k(profile, now, first=self._first(profile), plt=plt, last_loss=last_loss, budget=self.plt_budget),
+        # PEC doubles once the limit is exceeded, and not when the next failure would: so nothing comes on top of what is lost.
+        whole = round(1 / self.portion)
+        taken = next_k(
+            1, last_k=round(now.taken * whole), plt=plt, last_loss=0.0, plt_budget=self.plt_budget, num_experts=whole
         )
+        return self._taking(profile, taken / whole)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,7 +238,7 @@ class Ours(System):
             delta = 4 / profile.model.nbytes_state
             return _differential(profile, every, self.batch, delta, replicas=self.replicas, stored=stored)
         if self.policy == "partial":
-            return _partial(profile, self.k, self.every_n_steps or 1, 0.0, **tiers)
+            return self._taking(profile, self.k)
         every, nbytes = self.every_n_steps or 100, full_nbytes(profile)
         places, memory = places_of(profile, [nbytes], every, **tiers), memory_of(profile, nbytes, self.replicas)
         hooks = _hooks(profile, 1 / every) + stall(profile, nbytes) / every
@@ -251,11 +248,20 @@ class Ours(System):
     def grown(self, profile: Profile, now: Behaviour, plt: float, last_loss: float) -> Behaviour:
         if self.plt_budget is None:
             return now
-        k, every = (
-            _grown_k(profile, now, first=self.k, plt=plt, last_loss=last_loss, budget=self.plt_budget),
-            self.every_n_steps or 1,
-        )
-        return _partial(profile, k, every, 0.0, replicas=self.replicas, storage_every=self.storage_every)
+        k, experts = round(now.taken * profile.model.experts), profile.model.experts
+        k = next_k(self.k, last_k=k, plt=plt, last_loss=last_loss, plt_budget=self.plt_budget, num_experts=experts)
+        return self._taking(profile, k)
+
+    def _taking(self, profile: Profile, k: int) -> Behaviour:
+        portion, every = min(1.0, k / max(1, profile.model.experts)), self.every_n_steps or 1
+        return _partial(profile, portion, every, 0.0, replicas=self.replicas, storage_every=self.storage_every)
+
+
+@lru_cache
+def _best(system: Gemini, profile: Profile, mtbf: float) -> Behaviour:
+    longest = max(1.0, 4 * mtbf / profile.step_seconds)
+    found = [system.every(profile, every) for every in sorted({round(longest ** (i / 96)) for i in range(97)})]
+    return max(found, key=lambda each: mean_cycle(profile, each, mtbf).share)
 
 
 def _behaviour(
@@ -293,50 +299,43 @@ def _differential(
     profile: Profile, every: int, batch: int, delta: float, *, replicas: int, stored: bool, all_start: bool = False
 ) -> Behaviour:
     """Return the behaviour of bases and of differences that are `delta` of a base."""
-    nbytes, ranks, speeds = full_nbytes(profile), profile.ranks, profile.speeds
-    base = places_of(profile, [nbytes], every, replicas=replicas, storage_every=None if stored else 0)
-    chain, places = delta * every / 2, []
-    for place in base:
-        # Memory and other nodes have the newest step; storage has batches, once it has their base.
-        own = batch if place.name == STORED else 1
-        sent = delta * nbytes * (ranks / speeds.storage if place.name == STORED else 1 / speeds.device_host)
-        more = (every - 1) / every * delta * nbytes * ranks * max(1, place.copies)
-        places.append(
-            replace(place, every=own, lag=own * sent, restore=place.restore * (1 + chain), nbytes=place.nbytes + more)
+    full = full_nbytes(profile)
+    nbytes, chain = delta * full, delta * full * every / 2
+    tiers: dict[str, Any] = {"replicas": replicas, "storage_every": None if stored else 0, "restored": full + chain}
+    # A place takes differences if it keeps up with them, storage in batches; else it has bases only.
+    places = [
+        replace(base, every=own.every, lag=own.lag, nbytes=base.nbytes + own.nbytes)
+        if own.every == (batch if own.name == STORED else 1)
+        else base
+        for base, own in zip(
+            places_of(profile, [full], every, **tiers),
+            [
+                *(each for each in places_of(profile, [nbytes], 1, **tiers) if each.name != STORED),
+                *(each for each in places_of(profile, [nbytes * batch], batch, **tiers) if each.name == STORED),
+            ],
+            strict=True,
         )
-    kept = nbytes * (1 + delta * every / 2)
-    return _behaviour(
-        profile, places, _hooks(profile, 1.0) + (profile.costs.stall_whole * all_start + stall(profile, nbytes)) / every,
-        all_start=all_start, host_memory=memory_of(profile, kept, replicas), notes={"interval": every},
-    )  # fmt: skip
+    ]
+    waits = profile.costs.stall_whole * all_start + stall(profile, full)
+    hooks, memory = (
+        _hooks(profile, 1.0) + waits / every + stall(profile, nbytes),
+        memory_of(profile, full + chain, replicas),
+    )
+    return _behaviour(profile, places, hooks, all_start=all_start, host_memory=memory, notes={"interval": every})
 
 
 def _partial(
-    profile: Profile, k: int, every: int, more: float, *, replicas: int, storage_every: int | None
+    profile: Profile, portion: float, every: int, more: float, *, replicas: int, storage_every: int | None
 ) -> Behaviour:
-    """Return the behaviour of generations with the dense part and `k` experts of every layer."""
-    model, full = profile.model, full_nbytes(profile)
-    experts = max(1, model.experts)
-    k, dense = min(k, experts), profile.dense_params / model.params
-    nbytes = full * (dense + (1 - dense) * k / experts)
+    """Return the behaviour of generations with the dense part and a portion of every layer's experts."""
+    full, dense = full_nbytes(profile), profile.dense_params / profile.model.params
+    nbytes = full * (dense + (1 - dense) * portion)
     places = places_of(profile, [nbytes], every, replicas=replicas, storage_every=storage_every, restored=full)
     hooks = _hooks(profile, 1 / every) + stall(profile, nbytes) / every + more
-    memory, unsaved = memory_of(profile, full, replicas), every * (experts / k - 1) / 2
-    return _behaviour(
-        profile, places, hooks, host_memory=memory, experts_taken=k, unsaved=unsaved, notes={"k": k, "interval": every}
-    )
-
-
-def _grown_k(profile: Profile, now: Behaviour, *, first: int, plt: float, last_loss: float, budget: float) -> int:
-    experts = max(1, profile.model.experts)
-    return next_k(
-        min(first, experts),
-        last_k=now.experts_taken,
-        plt=plt,
-        last_loss=last_loss,
-        plt_budget=budget,
-        num_experts=experts,
-    )
+    # Experts take turns, so their newest copies are of all ages up to a round.
+    unsaved, notes = every * (1 / portion - 1) / 2, {"k": portion * profile.model.experts, "interval": every}
+    memory = memory_of(profile, full, replicas)
+    return _behaviour(profile, places, hooks, host_memory=memory, taken=portion, unsaved=unsaved, notes=notes)
 
 
 SYSTEMS: dict[str, System] = {
