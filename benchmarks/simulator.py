@@ -1,7 +1,7 @@
 """Compare goodput that is simulated with goodput that is measured: policies by mean steps between failures.
 
 Every cell is a training under `moe-ckpt run` that dies by SIGKILL at random times. Beside the cells, before and after them, each policy has a run
-of its own with other failures, from whose log `moe-ckpt profile` makes its profile. All cells of a policy are simulated with that one profile and
+of its own with other failures, from whose log `moe-ckpt profile` makes its profile; starts are pooled over policies. All cells of a policy are simulated with that one profile and
 the failures that they had, as seconds of training in their own steps. Nothing is fitted to a cell.
 """
 
@@ -33,6 +33,7 @@ SYSTEMS: dict[str, System] = {
 }
 _OWN_MTBF, _OWN_FAULTS = 70, 3
 """Steps between failures of the runs that profiles are made of, and their number."""
+_OF_STARTS = ("detection", "startup", "startup_all")
 _BANDWIDTH_NBYTES = 2**26
 _GOALS = (
     Goal("worst", "largest difference of a cell", 1.5, "points", at_least=False),
@@ -119,12 +120,15 @@ def compared(
 ) -> Iterator[CellFigure]:
     """Yield every cell with its simulation."""
     bare = statistics.mean(runs["none", 0, which].step_seconds for which in "ab")
+    measured = {
+        policy: [profile_of(view_of(out / f"{policy}-0-{which}" / "run"))[0] for which in "ab"] for policy in policies
+    }
+    everything = [each["costs"] for both in measured.values() for each in both]
+    # No policy changes how long processes take to start. The more starts, the less of other load is in the figure.
+    starts = {name: statistics.median(costs[name] for costs in everything if name in costs) for name in _OF_STARTS}
     for policy in policies:
-        ours = [runs[policy, 0, which] for which in "ab"]
-        step = statistics.mean(run.step_seconds for run in ours)
-        profile = profile_for(
-            [out / f"{policy}-0-{which}" / "run" for which in "ab"], SYSTEMS[policy], min(1.0, bare / step)
-        )
+        step = statistics.mean(runs[policy, 0, which].step_seconds for which in "ab")
+        profile = profile_for(measured[policy], starts, SYSTEMS[policy], min(1.0, bare / step))
         profile.write(out / f"{policy}.yaml")
         for mtbf in worlds:
             seconds = mtbf * profile.step_seconds
@@ -157,15 +161,15 @@ def account_of(folder: Path) -> Goodput | None:
     return Goodput.read(said[-1]["goodput"]) if said else None
 
 
-def profile_for(folders: Sequence[Path], system: System, bare: float) -> Profile:
+def profile_for(found: Sequence[Document], starts: dict[str, float], system: System, bare: float) -> Profile:
     """Return a policy's profile: means of its two runs. A step without checkpoints is `bare` of their steps; the rest is what slows them."""
-    found = [profile_of(view_of(folder))[0] for folder in folders]
     document: Document = {section: {} for section in found[0]}
     for section, names in document.items():
         for name in dict.fromkeys(name for each in found for name in each[section]):
             values = [each[section][name] for each in found if name in each[section]]
             names[name] = statistics.mean(values) if all(isinstance(value, float) for value in values) else values[0]
-    training, costs = document["training"], document["costs"]
+    training, costs = document["training"], document["costs"] | starts
+    document["costs"] = costs
     document["speeds"]["device_host"] = measure_bandwidth(_BANDWIDTH_NBYTES)
     costs["slowed_per_nbyte"], per_nbyte = 1.0, costs.get("slowed_per_nbyte", 0.0)
     nbytes = system.behaviour(Profile.of(document), 1e9).slowed
