@@ -120,10 +120,15 @@ def _put_steps(starts: Sequence[Sequence[Figures]], put: Put) -> None:
         return _mean((row[name], steps) for row, steps in rows if row.get(name) is not None)
 
     step, repeated = mean("step_seconds"), mean("repeated_seconds")
-    put("training.step_seconds", step, said)
+    if step is None:  # every step was slowed by something: what that is cannot be told from the step
+        step = _per_step(starts, "productive")
+        put("training.step_seconds", step, f"{said}, with what slowed them")
+        put("costs.hooks_per_capture", _per_step(starts, "hooks"), said)
+    else:
+        put("training.step_seconds", step, said)
+        put("costs.hooks_per_step", mean("hooks_quiet_seconds"), said)
+        put("costs.hooks_per_capture", mean("hooks_captured_seconds"), said)
     put("training.noise", mean("step_noise"), said)
-    put("costs.hooks_per_step", mean("hooks_quiet_seconds"), said)
-    put("costs.hooks_per_capture", mean("hooks_captured_seconds"), said)
     put("costs.replay_factor", repeated / step if step and repeated else None, said)
     slowed, nbytes = Counter[str](), Counter[str]()
     for row, _ in rows:
@@ -135,6 +140,22 @@ def _put_steps(starts: Sequence[Sequence[Figures]], put: Put) -> None:
     rates = [rate for row, _ in rows if (rate := (row.get("nbytes_per_second") or {}).get("storage"))]
     world = starts[-1][-1]["world_size"] if starts else 1
     put("speeds.storage", statistics.median(rates) * world if rates else None, f"median of {len(rates)} starts")
+
+
+def _per_step(starts: Sequence[Sequence[Figures]], part: str) -> float | None:
+    """Return the mean seconds of a part in a step between two log entries of a start, without its first steps."""
+    seconds = steps = 0.0
+    for start in starts:
+        later = [figures for figures in start if _counted(figures) >= _FIRST_STEPS]
+        if len(later) > 1:
+            seconds += later[-1]["measured"]["own"][part] - later[0]["measured"]["own"][part]
+            steps += _counted(later[-1]) - _counted(later[0])
+    return seconds / steps if steps else None
+
+
+def _counted(figures: Figures) -> int:
+    measured = figures["measured"]
+    return int(figures["steps"] - measured["repeated_steps"] - measured["lost_steps"])
 
 
 def _put_failures(starts: Sequence[Sequence[Figures]], document: Document, put: Put) -> None:
