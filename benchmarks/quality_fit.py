@@ -257,7 +257,12 @@ class QualityFit:
 
     def _checkpoint(self, url: str) -> QualityCheckpoint | None:
         case, scale, system = self.case, self.scale, self.case.system
-        shared: CheckpointArguments = {"keep": scale.keep, "overhead_target": None}
+        # `QualityRecord` looks once per process, which a restart must not put back.
+        shared: CheckpointArguments = {
+            "keep": scale.keep,
+            "overhead_target": None,
+            "untouched": ["callback.QualityRecord.*"],
+        }
         if system == "sparse":
             return SparseCheckpoint(url, window=_WINDOW, **shared)
         if system in _MODES:
