@@ -4,7 +4,7 @@ Internal: may change in any version.
 """
 
 from lightning_moe_ckpt.simulation._behaviour import Behaviour as Behaviour
-from lightning_moe_ckpt.simulation._behaviour import Place as Place
+from lightning_moe_ckpt.simulation._behaviour import SimulatedTier as SimulatedTier
 from lightning_moe_ckpt.simulation._events import Simulated as Simulated
 from lightning_moe_ckpt.simulation._events import expected as expected
 from lightning_moe_ckpt.simulation._events import simulate as simulate
