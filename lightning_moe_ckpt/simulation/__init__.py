@@ -4,7 +4,7 @@ Internal: may change in any version.
 """
 
 from lightning_moe_ckpt.simulation._behaviour import Behaviour as Behaviour
-from lightning_moe_ckpt.simulation._behaviour import Place as Place
+from lightning_moe_ckpt.simulation._behaviour import SimulatedTier as SimulatedTier
 from lightning_moe_ckpt.simulation._chooser import EVERY_MEMORY as EVERY_MEMORY
 from lightning_moe_ckpt.simulation._chooser import PlannedRun as PlannedRun
 from lightning_moe_ckpt.simulation._chooser import choose as choose

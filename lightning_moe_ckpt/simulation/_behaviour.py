@@ -19,7 +19,7 @@ MEMORY_OF_NODE, OTHER_NODES, STORED = "memory", "other nodes", "storage"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class SimulatedTier:
     """A place with generations, each complete some time after its last step."""
 
     name: str
@@ -42,7 +42,7 @@ class Place:
 class Behaviour:
     """What a system adds to a run with a certain profile, until a failure changes it."""
 
-    places: tuple[Place, ...] = ()
+    places: tuple[SimulatedTier, ...] = ()
     """Places to restore from, those that are restored fastest first. Without any a failure leads back to the run's start."""
     hooks: float = 0.0
     """Seconds that training waits in a step, on average."""
@@ -72,7 +72,7 @@ class Behaviour:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Window:
+class PlannedWindow:
     """A sparse window of one rank, as the planner has it."""
 
     nbytes: tuple[int, ...]
@@ -111,7 +111,7 @@ def full_nbytes(profile: Profile) -> int:
 
 
 @lru_cache
-def plan_of(profile: Profile, window: int | None, planner: PlannerName) -> Window:
+def plan_of(profile: Profile, window: int | None, planner: PlannerName) -> PlannedWindow:
     """Return the window of a length, or else the shortest whose steps' copies take no longer than a step."""
     items, budget = rank_items(profile), int(profile.speeds.device_host * profile.step_seconds)
     if window is None and planner == "packed":
@@ -131,16 +131,16 @@ def plan_of(profile: Profile, window: int | None, planner: PlannerName) -> Windo
     ]
     # In the step that is repeated with the i-th step's state, what comes later is still frozen.
     frozen = [1 - sum(full[: i + 1]) / sum(full) for i in range(plan.window)]
-    return Window(nbytes=tuple(map(sum, zip(full, waits, strict=True))), frozen=sum(frozen) / plan.window)
+    return PlannedWindow(nbytes=tuple(map(sum, zip(full, waits, strict=True))), frozen=sum(frozen) / plan.window)
 
 
-def _cut(items: Sequence[PlanItem], nbytes: int) -> list[PlanItem]:
+def _cut(items: Sequence[PlanItem], nbytes: int) -> tuple[PlanItem, ...]:
     pieces = []
     for item in items:
         parts = -(-item.full_nbytes // nbytes)
         sizes = item.full_nbytes // parts, item.compute_nbytes // parts
         pieces += [PlanItem(f"{item.name}#{i}", *sizes, item.order_key) for i in range(parts)]
-    return pieces
+    return tuple(pieces)
 
 
 def places_of(
@@ -151,7 +151,7 @@ def places_of(
     replicas: int = 0,
     storage_every: int | None = None,
     restored: float | None = None,
-) -> tuple[Place, ...]:
+) -> tuple[SimulatedTier, ...]:
     """Return memory, other nodes and storage, which take every generation that they are fast enough for.
 
     Args:
@@ -169,7 +169,7 @@ def places_of(
     here = costs.restore_fixed + whole * costs.restore_per_nbyte
     taken = steps[-1] / speeds.device_host
     found = [
-        Place(
+        SimulatedTier(
             name=MEMORY_OF_NODE, survives="process", every=every, lag=taken, restore=here, nbytes=nbytes * ranks / every
         )
     ]
@@ -177,14 +177,14 @@ def places_of(
         second = cluster.ranks_per_node * replicas / speeds.host_host
         kept = every * max(1, math.ceil(nbytes * second / (every * step)))
         way = whole * cluster.ranks_per_node / speeds.host_host
-        place = Place(name=OTHER_NODES, survives="node", every=kept, lag=taken + steps[-1] * second, restore=here + way,
+        place = SimulatedTier(name=OTHER_NODES, survives="node", every=kept, lag=taken + steps[-1] * second, restore=here + way,
                       nbytes=nbytes * ranks * replicas / kept, copies=replicas)  # fmt: skip
         found.append(place)
     if storage_every != 0:
         put = nbytes * ranks / speeds.storage
         kept = every * math.ceil(max(storage_every or 1, put / step) / every)
         way = whole * ranks / speeds.storage
-        place = Place(
+        place = SimulatedTier(
             name=STORED,
             survives="cluster",
             every=kept,
@@ -213,7 +213,9 @@ def memory_of(profile: Profile, nbytes: float, replicas: int) -> float:
     return 2 * nbytes * profile.cluster.ranks_per_node * (1 + (replicas if profile.cluster.nodes > 1 else 0))
 
 
-def recovery(profile: Profile, behaviour: Behaviour, place: Place | None, idle: float) -> list[tuple[str, float]]:
+def recovery(
+    profile: Profile, behaviour: Behaviour, place: SimulatedTier | None, idle: float
+) -> list[tuple[str, float]]:
     """Return the phases of a recovery in their order, with their seconds; `place` has the generation, `None` begins anew."""
     return [
         ("detection", profile.costs.detection),

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 
 from lightning_moe_ckpt.goodput import PARTS, Goodput
-from lightning_moe_ckpt.simulation._behaviour import Behaviour, Place, recovery
+from lightning_moe_ckpt.simulation._behaviour import Behaviour, SimulatedTier, recovery
 from lightning_moe_ckpt.simulation._failures import SCOPES, Scope
 from lightning_moe_ckpt.simulation._profile import Profile
 
@@ -49,7 +49,7 @@ def mean_cycle(profile: Profile, behaviour: Behaviour, mtbf: float, scope: Scope
     )
 
 
-def _kept(place: Place, step: float, mtbf: float) -> float:
+def _kept(place: SimulatedTier, step: float, mtbf: float) -> float:
     """Return the steps of a cycle that a place keeps on average, where a step takes `step` seconds."""
     generation = place.every * step / mtbf
     return place.every * math.exp(-place.lag / mtbf - generation) / -math.expm1(-generation)

@@ -18,7 +18,7 @@ from functools import cache
 from lightning_moe_ckpt._units import time_text
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.goodput import PARTS, Goodput
-from lightning_moe_ckpt.simulation._behaviour import Place, recovery
+from lightning_moe_ckpt.simulation._behaviour import SimulatedTier, recovery
 from lightning_moe_ckpt.simulation._closed_form import mean_cycle
 from lightning_moe_ckpt.simulation._failures import SCOPES, Failures, Scope
 from lightning_moe_ckpt.simulation._profile import Profile
@@ -217,7 +217,7 @@ class _Run:
         self.behaviour = self.system.grown(self.profile, self.behaviour, self.lost * share, lost * share)
         self.memory = max(self.memory, self.behaviour.host_memory)
 
-    def _fail(self, scope: Scope) -> Place | None:
+    def _fail(self, scope: Scope) -> SimulatedTier | None:
         """Take what a failure takes, and go back to the newest generation that is left; return its place."""
         self.failures += 1
         if self.failures > _MOST_FAILURES:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -12,7 +12,7 @@ from typing import Literal, get_args
 from lightning_moe_ckpt.errors import ConfigurationError
 
 Scope = Literal["process", "node", "cluster"]
-"""What a failure takes: processes, whose node keeps its memory; a node with its memory; or every node's memory."""
+"""Reach of a failure: processes, whose node keeps its memory; a node with its memory; or every node's memory."""
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 """Scopes, from what takes least."""
 
@@ -67,17 +67,15 @@ class Failures:
         return self.mtbf if self.trace is None else wall / number if number else float("inf")
 
 
-def _failure(path: str | Path, line: int, row: dict[str, str]) -> tuple[float, Scope]:
+def _failure(path: str | Path, line: int, row: dict[str, str | None]) -> tuple[float, Scope]:
+    scope = (row.get("scope") or "node").strip()
     try:
-        seconds, scope = float(row["seconds"]), (row.get("scope") or "node").strip()
-    except (TypeError, ValueError):
-        seconds, scope = -1.0, ""
+        seconds = float(row["seconds"] or "")
+    except ValueError:
+        seconds = -1.0
     if not 0 <= seconds < float("inf") or scope not in SCOPES:
+        found = f"{row['seconds']},{scope}"
         raise ConfigurationError(
-            f"{path}, line {line}: must be seconds of 0 or more, and one of {', '.join(SCOPES)}; found `{','.join(_texts(row.values()))}`."
+            f"{path}, line {line}: must be seconds of 0 or more, and one of {', '.join(SCOPES)}; found `{found}`."
         )
     return seconds, scope
-
-
-def _texts(values: Iterable[object]) -> list[str]:
-    return ["" if value is None else str(value) for value in values]

@@ -12,7 +12,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
+import yaml  # type: ignore[import-untyped]  # it has no types, and stubs are not a dependency
 
 from lightning_moe_ckpt._units import read_duration, read_size
 from lightning_moe_ckpt.errors import ConfigurationError

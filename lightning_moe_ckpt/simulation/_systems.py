@@ -22,8 +22,8 @@ from lightning_moe_ckpt.policies import PlannerName, next_k
 from lightning_moe_ckpt.simulation._behaviour import (
     STORED,
     Behaviour,
-    Place,
-    Window,
+    PlannedWindow,
+    SimulatedTier,
     full_nbytes,
     memory_of,
     places_of,
@@ -75,14 +75,13 @@ class CheckFreq(System):
 
     @override
     def behaviour(self, profile: Profile, mtbf: float) -> Behaviour:
-        step, nbytes = profile.step_seconds, full_nbytes(profile)
-        waits = profile.costs.stall_whole + stall(profile, nbytes)
-        cost = waits + nbytes * profile.costs.slowed_per_nbyte
+        nbytes = full_nbytes(profile)
+        cost = _waits(profile) + nbytes * profile.costs.slowed_per_nbyte
         put = nbytes * profile.ranks / profile.speeds.storage
-        every = self.interval or max(1, math.ceil(cost / (self.target * step)), math.ceil(put / step))
+        least = max(cost / self.target, put, profile.step_seconds) / profile.step_seconds
+        every = self.interval or math.ceil(least)
         places = [place for place in places_of(profile, [nbytes], every) if place.name == STORED]
-        memory = memory_of(profile, nbytes, 0)
-        return _behaviour(profile, places, waits / every, all_start=True, host_memory=memory, notes={"interval": every})
+        return _everything(profile, places, every, replicas=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,11 +105,9 @@ class Gemini(System):
 
     def every(self, profile: Profile, every: int) -> Behaviour:
         """Return the behaviour with an interval."""
-        nbytes = full_nbytes(profile)
-        waits = profile.costs.stall_whole + stall(profile, nbytes)
-        places = places_of(profile, [nbytes], every, replicas=self.replicas, storage_every=self.storage_every)
-        memory = memory_of(profile, nbytes, self.replicas)
-        return _behaviour(profile, places, waits / every, all_start=True, host_memory=memory, notes={"interval": every})
+        tiers: dict[str, Any] = {"replicas": self.replicas, "storage_every": self.storage_every}
+        places = places_of(profile, [full_nbytes(profile)], every, **tiers)
+        return _everything(profile, places, every, replicas=self.replicas)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,8 +228,8 @@ class Ours(System):
         tiers: dict[str, Any] = {"replicas": self.replicas, "storage_every": self.storage_every}
         if self.policy == "sparse":
             window, factor = plan_of(profile, self.window, self.planner), profile.costs.replay_factor
-            more = {"every": self.every_n_steps, "localized": self.localized}
-            return _sparse(profile, window, replayed=len(window.nbytes) - 1, factor=factor, **more, **tiers)
+            tiers |= {"every": self.every_n_steps, "localized": self.localized}
+            return _sparse(profile, window, replayed=len(window.nbytes) - 1, factor=factor, **tiers)
         if self.policy == "differential":
             every, stored = self.every_n_steps or 64, self.storage_every != 0
             delta = 4 / profile.model.nbytes_state
@@ -265,7 +262,7 @@ def _best(system: Gemini, profile: Profile, mtbf: float) -> Behaviour:
 
 
 def _behaviour(
-    profile: Profile, places: Sequence[Place], hooks: float, *, all_start: bool = False, **more: Any
+    profile: Profile, places: Sequence[SimulatedTier], hooks: float, *, all_start: bool = False, **more: Any
 ) -> Behaviour:
     """Return a behaviour whose steps are slowed by all bytes of its places; failures start lost ranks only, or all of them."""
     costs = profile.costs
@@ -275,13 +272,24 @@ def _behaviour(
     return Behaviour(places=tuple(places), hooks=hooks, slowed=slowed, startup=startup, **more)
 
 
+def _waits(profile: Profile) -> float:
+    """Return the seconds that training waits for a generation of everything."""
+    return profile.costs.stall_whole + stall(profile, full_nbytes(profile))
+
+
+def _everything(profile: Profile, places: Sequence[SimulatedTier], every: int, *, replicas: int) -> Behaviour:
+    """Return the behaviour of systems that take everything in one step, and start all ranks anew."""
+    memory, hooks = memory_of(profile, full_nbytes(profile), replicas), _waits(profile) / every
+    return _behaviour(profile, places, hooks, all_start=True, host_memory=memory, notes={"interval": every})
+
+
 def _hooks(profile: Profile, captured: float) -> float:
     """Return the hooks of a step on average, if something is taken in a part `captured` of the steps."""
     return profile.costs.hooks_per_step * (1 - captured) + profile.costs.hooks_per_capture * captured
 
 
 def _sparse(
-    profile: Profile, window: Window, *, replayed: int, factor: float, localized: bool, replicas: int,
+    profile: Profile, window: PlannedWindow, *, replayed: int, factor: float, localized: bool, replicas: int,
     storage_every: int | None, every: int | None = None,
 ) -> Behaviour:  # fmt: skip
     steps = len(window.nbytes)
@@ -303,25 +311,19 @@ def _differential(
     nbytes, chain = delta * full, delta * full * every / 2
     tiers: dict[str, Any] = {"replicas": replicas, "storage_every": None if stored else 0, "restored": full + chain}
     # A place takes differences if it keeps up with them, storage in batches; else it has bases only.
-    places = [
-        replace(base, every=own.every, lag=own.lag, nbytes=base.nbytes + own.nbytes)
-        if own.every == (batch if own.name == STORED else 1)
-        else base
-        for base, own in zip(
-            places_of(profile, [full], every, **tiers),
-            [
-                *(each for each in places_of(profile, [nbytes], 1, **tiers) if each.name != STORED),
-                *(each for each in places_of(profile, [nbytes * batch], batch, **tiers) if each.name == STORED),
-            ],
-            strict=True,
-        )
-    ]
-    waits = profile.costs.stall_whole * all_start + stall(profile, full)
-    hooks, memory = (
-        _hooks(profile, 1.0) + waits / every + stall(profile, nbytes),
-        memory_of(profile, full + chain, replicas),
+    tried = (
+        places_of(profile, [each], steps, **tiers)
+        for each, steps in ((full, every), (nbytes, 1), (nbytes * batch, batch))
     )
-    return _behaviour(profile, places, hooks, all_start=all_start, host_memory=memory, notes={"interval": every})
+    places = []
+    for base, single, batched in zip(*tried, strict=True):
+        own, steps = (batched, batch) if base.name == STORED else (single, 1)
+        taken = replace(base, every=own.every, lag=own.lag, nbytes=base.nbytes + own.nbytes)
+        places.append(taken if own.every == steps else base)
+    waits = profile.costs.stall_whole * all_start + stall(profile, full)
+    hooks = _hooks(profile, 1.0) + waits / every + stall(profile, nbytes)
+    memory, notes = memory_of(profile, full + chain, replicas), {"interval": every}
+    return _behaviour(profile, places, hooks, all_start=all_start, host_memory=memory, notes=notes)
 
 
 def _partial(

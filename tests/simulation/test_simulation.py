@@ -33,6 +33,7 @@ from lightning_moe_ckpt.simulation import (
     simulate,
 )
 
+Event = tuple[float, Scope]
 DENSE = Ours(policy="dense", every_n_steps=10, replicas=1, storage_every=30)
 
 
@@ -56,7 +57,7 @@ def costly(**cluster: Any) -> Profile:
     return replace(cheap, speeds=SpeedProfile(device_host=1e7, host_host=1e9, storage=2e8), cluster=cluster_of)
 
 
-def run(given: Profile, system: System, *failures: tuple[float, Scope], seconds: float) -> Simulated:
+def run(given: Profile, system: System, *failures: Event, seconds: float) -> Simulated:
     return simulate(given, system, Failures(trace=failures), until_seconds=seconds)
 
 
@@ -73,7 +74,8 @@ def test_a_failure_of_a_process_costs_the_steps_since_the_generation_and_the_sta
 
 def test_every_scope_leaves_the_places_that_survive_it() -> None:
     """Memory and other nodes have step 20, storage nothing before step 30; two nodes at once may be the two with the copies."""
-    for scope, steps in (("process", 54.5), ("node", 54.5), ("cluster", 34.5)):
+    left: list[tuple[Scope, float]] = [("process", 54.5), ("node", 54.5), ("cluster", 34.5)]
+    for scope, steps in left:
         assert run(profile(), DENSE, (25.5, scope), seconds=60).steps == pytest.approx(steps, abs=1e-3)
     assert run(profile(), DENSE, (35.5, "cluster"), seconds=60).steps == pytest.approx(54.5, abs=1e-3)
     alone = run(profile(), replace(DENSE, replicas=0), (25.5, "node"), seconds=60)
@@ -108,7 +110,7 @@ def test_a_failure_during_recovery_begins_it_anew() -> None:
 
 def test_partial_generations_lose_the_mean_age_of_experts_and_k_grows() -> None:
     """One of 8 experts a step: copies are up to 7 steps old, 3.5 on average. K doubles once the budget is exceeded, not before."""
-    moc, failures = MoC(plt_budget=0.1), [(20.0, "process"), (40.0, "process"), (60.0, "process"), (80.0, "process")]
+    moc, failures = MoC(plt_budget=0.1), list[Event]((each, "process") for each in (20.0, 40.0, 60.0, 80.0))
     found = run(profile(), moc, *failures[:2], seconds=100)
     assert (found.lost_tokens, found.notes["k"]) == (700, 1)
     found = run(profile(), moc, *failures, seconds=100)
@@ -151,7 +153,7 @@ def test_the_parts_are_the_wall_time(name: str, times: list[float], scope: Scope
 @given(name=st.sampled_from(sorted(SYSTEMS)), times=_LISTS, left_out=st.sets(st.integers(0, 11)))
 def test_failures_never_add_goodput(name: str, times: list[float], left_out: set[int]) -> None:
     """Some of the same failures leave as much as all of them, or more."""
-    failures = [(each, "process") for each in sorted(times)]
+    failures: list[Event] = [(each, "process") for each in sorted(times)]
     some = [each for i, each in enumerate(failures) if i not in left_out]
     # Oracles choose by the failures' number, so they are told the same.
     system = Gemini(interval=20) if name == "gemini" else SYSTEMS[name]
