@@ -22,7 +22,7 @@ from lightning_moe_ckpt.benchmarks._benchmark import Progress, table_of
 from lightning_moe_ckpt.goodput import PARTS, Goodput
 from lightning_moe_ckpt.inspection._run_profile import Document, profile_of
 from lightning_moe_ckpt.native import measure_bandwidth
-from lightning_moe_ckpt.simulation import Failures, Ours, Profile, Simulated, System, expected, simulate
+from lightning_moe_ckpt.simulation import Failures, Ours, Profile, Scope, Simulated, System, expected, simulate
 from lightning_moe_ckpt.storage import RunView, open_backend
 from lightning_moe_ckpt.testing import RandomFaults
 
@@ -182,7 +182,7 @@ def simulated(profile: Profile, system: System, run: Run, scale: float) -> Simul
     """Return the simulation of a cell: its failures come after as much training, times `scale`."""
     costs, place = profile.costs, system.behaviour(profile, 1e9).places[0]
     first = (costs.startup_all or costs.startup) + costs.warm_up
-    now, trace = first - costs.warm_up, []
+    now, trace = first - costs.warm_up, list[tuple[float, Scope]]()
     for gap in run.gaps[:-1]:
         now += gap * scale
         trace.append((now, "process"))

@@ -134,7 +134,10 @@ def main() -> None:
         callbacks.insert(0, FaultInjector(random=random, folder=where / "faults"))
     with quiet_lightning(), patient_storage():
         trainer = bench_trainer(
-            accelerator="cpu", callbacks=[*callbacks, *([checkpoint] if checkpoint else [])], max_epochs=-1
+            accelerator="cpu",
+            callbacks=[*callbacks, *([checkpoint] if checkpoint else [])],
+            max_epochs=-1,
+            default_root_dir=where,
         )
         torch.manual_seed(0)
         trainer.fit(BenchModel(SIZE), random_tokens(SIZE, 3000))

@@ -132,7 +132,7 @@ def _divided(cell: Cell, began: float, lines: Sequence[Record], kills: Sequence[
         cell=cell,
         wall=newest["at"] - began,
         steps=newest["step"],
-        executed=sum(len(steps) - 1 for steps in trained),
+        executed=sum(line["what"] == "step" for steps in trained for line in steps),
         step_seconds=step,
         gaps=gaps,
         detection=detection,

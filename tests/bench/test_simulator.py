@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -109,7 +110,13 @@ def test_seconds_of_earlier_starts_count() -> None:
 def test_the_table_says_whether_goals_are_met() -> None:
     """Measured and simulated shares side by side, and the worst cell."""
     measured, found = Goodput(productive=50, startup=50), Goodput(productive=52, startup=48)
-    shared = {"failures": 8, "steps": 100, "step_seconds": 0.1, "measured": measured, "accounted": measured}
+    shared: dict[str, Any] = {
+        "failures": 8,
+        "steps": 100,
+        "step_seconds": 0.1,
+        "measured": measured,
+        "accounted": measured,
+    }
     cell = CellFigure(policy="dense", mtbf_steps=20, simulated=found, simulated_steps=104.0, chosen="dense", **shared)
     caption = str(simulator.table([cell]).caption)
     assert "largest difference of a cell: 2.00, goal at most 1.5 points: NOT met" in caption

@@ -52,7 +52,8 @@ def test_a_killed_run_has_measured_what_a_simulation_needs(
     assert answer["sources"]["speeds.device_host"] == "given"
     assert set(answer["missing"]) == {"speeds.host_host", "costs.repair"}
     found = simulate(profile, Ours(window=WINDOW), Failures(mtbf=600, scope="process"), until_seconds=36000)
-    assert 0.5 < found.goodput.share < 1
+    assert found.failures > 30
+    assert 0.1 < found.goodput.share < 1, "hooks of so small a model are as long as its steps"
 
 
 def test_what_was_not_measured_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
