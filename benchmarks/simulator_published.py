@@ -129,7 +129,7 @@ CHOICES = (
     "MoC's budget of 0.15 % was taken because it separates 2 h from 1 h: MoC is above CheckFreq and Gemini with DeepSeek-MoE at 2 h, and below both with MoE-LLaVa at 1 h, as in the paper. The first is lost at 0.141 %, the second at 0.152 %: a knife's edge.",
     "MoC's overhead of 8.5 % is the mean of the printed 8, 9, 9 and 8 %; 8 % was tried and missed two cells.",
     "That MoC takes half an expert per step in MoE-LLaVa, and that K doubles by PEC's rule, was adopted in the same search.",
-    "The 8 s of detection, start and restore were picked from what Table 3 leaves for MoEvement, at most about 21 s per failure in DeepSeek-MoE. Its 20 cells are no blind prediction, and leave 1.5 points where recovery takes 16 s.",
+    "The 8 s of detection, start and restore were picked from what Table 3 leaves for MoEvement, at most about 21 s per failure in DeepSeek-MoE. Its 20 cells are no blind prediction: with 16 s, two of them are more than 1.5 points off.",
     "The 6 s of a whole snapshot are from Table 3's column of MoC at 10 min, the 250 s of a restart from Fig. 1b.",
     "Fig. 11's four micro-batches for each stage and its stage times are, of six variants, the ones nearest the paper: Fig. 11 is consistent with the simulator, and not predicted by it.",
 )  # fmt: skip

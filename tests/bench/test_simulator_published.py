@@ -54,7 +54,7 @@ def test_figure_11_is_met() -> None:
 
 def test_another_budget_of_lost_tokens_is_seen() -> None:
     """With 5 % MoC never grows, and is above CheckFreq and Gemini in 16 of 20 places; MoEvement does not depend on it."""
-    found = simulator_sensitivity.varied("budget", table3(72, Assumed(budget=0.05)))
+    found = simulator_sensitivity.varied("budget", table3(360, Assumed(budget=0.05)))
     assert (found.in_order, found.swapped, found.beyond) == (4, 32, 0)
 
 
