@@ -340,7 +340,7 @@ def _bits(kills: PeerKills) -> str:
     return "yes" if kills.steps_equal else "those saved; later steps got other data" if kills.state_equal else "no"
 
 
-_BEGIN, _END = "<!-- written by `moe-ckpt bench peers --page` -->", "<!-- end of peers -->"
+_BEGIN, _END = "<!-- written by `moe-ckpt bench peers` -->", "<!-- end of peers -->"
 
 
 def write_page(path: Path, figures: Sequence[PeerFigure], machine: Machine, options: SimpleNamespace) -> None:
