@@ -3,9 +3,9 @@
 All train one model under Lightning's Trainer and save the same state every so many steps. Each system lives in an environment of its own.
 A shared machine's speed drifts by a fifth within minutes, so a round is four turns: the system, no checkpoints, no checkpoints,
 the system. Their difference is one number; systems take turns round by round. The figure is the median over the rounds,
-with the interval between two of the ordered numbers that holds the true median in 95 % of all cases, or in as many as so few numbers
+with the interval between two of the ordered numbers: the true median lies within in 95 % of all cases, or in as many as so few numbers
 allow. Where the interval is wider than the median is large, the row says so. `none` stands in a row too: its difference to itself
-is what the method makes of nothing.
+shows the method's error.
 
 In rows of memory a copy survives a process, and the process is killed; in rows of storage it survives the node, whose memory
 is lost with the process.
@@ -38,17 +38,17 @@ _COVERAGE = 0.95
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Paired:
-    """Differences within rounds: their median, and where the true one lies."""
+    """Differences within rounds: their median, and the true median's interval."""
 
     median: float
     low: float
     high: float
     coverage: float
-    """Probability that the interval holds the true median, whatever the differences' distribution."""
+    """Probability of the true median within the interval, whatever the differences' distribution."""
 
     @classmethod
     def of(cls, differences: Sequence[float]) -> Paired:
-        """Return the figure: the narrowest pair of ordered numbers, as far from both ends, that covers 95 %."""
+        """Return the figure, with the narrowest symmetric pair of ordered numbers to cover 95 %."""
         ordered, num = sorted(differences), len(differences)
         covered = {
             rank: 1 - 2 * sum(math.comb(num, k) for k in range(rank + 1)) / 2**num for rank in range(-(-num // 2))
@@ -89,16 +89,16 @@ class PeerFigure:
     nbytes_per_step: float = 0.0
     """Taken, mean."""
     memory_nbytes: int = 0
-    """Most host memory, beyond that without checkpoints."""
+    """Most host memory, less a training's without checkpoints."""
     kills: PeerKills | None = None
     missing: str = ""
     """Why something was not measured; empty if all was."""
     behind: tuple[str, ...] = ()
-    """Columns in which this row of ours is worse than the best of the others in its place."""
+    """Columns of our row worse than the best other system's in the same place."""
 
 
 def measure(options: SimpleNamespace, progress: Progress) -> list[PeerFigure]:
-    """Run the benchmark, and write the page and the picture that were asked for."""
+    """Run the benchmark; write page and picture if asked for."""
     names, machine = chosen(options.peers), Machine.read()
     if options.accelerator == "gpu":
         raise ConfigurationError(
@@ -126,7 +126,7 @@ def measure(options: SimpleNamespace, progress: Progress) -> list[PeerFigure]:
 
 
 def _write(rows: Mapping[str, _Row], machine: Machine, options: SimpleNamespace) -> list[PeerFigure]:
-    """Write the page and the picture that were asked for, and return the figures."""
+    """Write page and picture if asked for; return the figures."""
     figures = ranked([row.figure() for row in rows.values()])
     if options.page is not None:
         write_page(options.page, figures, machine, options)
@@ -136,7 +136,7 @@ def _write(rows: Mapping[str, _Row], machine: Machine, options: SimpleNamespace)
 
 
 def _enter_environments(rows: Mapping[str, _Row], place: Path, stack: ExitStack, progress: Progress) -> None:
-    """Start the process of each environment that rows need; a row without one says why."""
+    """Start the process of each environment of the rows; a row without process says why."""
     for index, name in enumerate(["", *REQUIREMENTS]):
         own = [row for row in rows.values() if SYSTEMS[row.name].environment == name]
         if not own:
@@ -165,7 +165,7 @@ def chosen(text: str | None) -> list[str]:
 
 
 class _Row:
-    """A system, and what is known of it so far. What failed is not tried again."""
+    """A system with its measurements so far. After a failure none is tried again."""
 
     environment: Environment
 
@@ -193,11 +193,11 @@ class _Row:
             self.missing = str(error).strip().splitlines()[-1]
 
     def bare_turn(self) -> PeerTurn:
-        """Give the training that others are compared with a turn."""
+        """Give the training without checkpoints a turn."""
         return self.environment.turn(self._bare)
 
     def take_round(self, bare_turn: Callable[[], PeerTurn]) -> None:
-        """Take four turns, of which those without checkpoints are in the middle."""
+        """Take four turns, the middle two without checkpoints."""
         if not self.missing:
             with self._trying():
                 if not self._rounds:
@@ -244,7 +244,7 @@ class _Row:
 
 
 def ranked(figures: Sequence[PeerFigure]) -> list[PeerFigure]:
-    """Return the rows, those of ours with the columns in which they are worse than the best of the others in their place."""
+    """Return the rows; `behind` of ours names the columns worse than the best other system's in the same place."""
     return [replace(figure, behind=_behind(figure, figures)) for figure in figures]
 
 
@@ -270,7 +270,7 @@ def _is_peer(figure: PeerFigure) -> bool:
 
 
 def _recovery(figure: PeerFigure) -> float | None:
-    """Seconds after a kill, of those from whom something was left."""
+    """Return the median seconds after kills; `None` if a kill left nothing."""
     kills = figure.kills
     return statistics.median(kills.seconds) if kills is not None and all(kills.resumed_from) else None
 
@@ -281,7 +281,7 @@ _WORTH: dict[str, Callable[[PeerFigure], float | None]] = {
     "host memory": lambda figure: figure.memory_nbytes or None,
     "after SIGKILL": _recovery,
 }
-"""Columns without an interval, in which less is better."""
+"""Columns without an interval; less is better."""
 
 
 # -- tables
@@ -344,11 +344,7 @@ _BEGIN, _END = "<!-- written by `moe-ckpt bench peers --page` -->", "<!-- end of
 
 
 def write_page(path: Path, figures: Sequence[PeerFigure], machine: Machine, options: SimpleNamespace) -> None:
-    """Put the table into the page at `path`, in the place of an older one.
-
-    Raises:
-        ConfigurationError: the page has no place for it.
-    """
+    """Put the table into the page at `path`, in its marked place. Raises `ConfigurationError` if the page has none."""
     text = path.read_text(encoding="utf-8")
     if text.count(_BEGIN) != 1 or _END not in text.partition(_BEGIN)[2]:
         raise ConfigurationError(f"{path} has no `{_BEGIN}` with `{_END}` after it. Put both where the table belongs.")
@@ -359,7 +355,7 @@ def write_page(path: Path, figures: Sequence[PeerFigure], machine: Machine, opti
 
 
 def page_of(figures: Sequence[PeerFigure], machine: Machine, options: SimpleNamespace) -> str:
-    """Return the table in Markdown, under the machine that it holds for."""
+    """Return the table in Markdown, under its machine."""
     params = ModelSize(
         num_blocks=options.blocks, model_dim=options.dim, num_experts=options.experts, expert_dim=4 * options.dim
     ).num_params()
@@ -375,11 +371,7 @@ def page_of(figures: Sequence[PeerFigure], machine: Machine, options: SimpleName
 
 
 def draw(figures: Sequence[PeerFigure], path: Path) -> None:
-    """Draw what is added to a step, with intervals.
-
-    Raises:
-        ModuleNotFoundError: there is no matplotlib.
-    """
+    """Draw the time added to a step, with intervals. Raises `ModuleNotFoundError` without matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""Show what `simulation.choose` has chosen: a table, reasons, and a configuration file for LightningCLI."""
+"""Show the choice of `simulation.choose`: a table, reasons, and a configuration file for LightningCLI."""
 
 from __future__ import annotations
 
