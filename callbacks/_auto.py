@@ -1,8 +1,8 @@
-"""Choose the checkpoint callback for a rate of failures: from a profile at once, or from what the run measures in its first steps.
+"""Choose the checkpoint callback for a rate of failures: from a profile at once, or from measurements in the run's first steps.
 
 Without a profile a run begins under a trial: windows of two steps, with ordinary steps between them. Every so many steps rank 0 looks whether the
 log knows enough, and then chooses for all ranks among the exact policies. Profile and choice are stored at the run's URL before the session
-is replaced, so that every later start makes the same one. Training itself does not change: the trial's captures are checkpoints like others.
+is replaced, so every later start makes the same choice. Training itself does not change: the trial's captures are checkpoints like others.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ log = rank_logger(__name__)
 
 _TRIAL = SparsePolicy(window=2, every_n_steps=8)
 _LOOK_STEPS = 24
-"""Steps from one look at the figures to the next: the first has seen 20 that count."""
+"""Steps between looks at the figures: the first has seen 20 ordinary steps."""
 _PROFILE, _CHOICE = "profile.yaml", "choice.json"
 """Objects at the run's URL."""
 _KINDS = {
     kind.__name__: kind for kind in (SparseCheckpoint, DenseCheckpoint, DifferentialCheckpoint, PartialExpertCheckpoint)
 }
 _PRESUMED = {"detection": 5.0, "startup": 30.0}
-"""Seconds of what a run without failures cannot measure; its own first start takes the place of the second."""
+"""Seconds that no run without failures can measure; its own first start takes the place of the second."""
 
 
 @spelled_out
@@ -149,7 +149,7 @@ class AutoCheckpoint(CheckpointCallback):
             setattr(self, name, getattr(self._chosen, name))
 
     def _recalled(self, world_size: int) -> list[Any] | None:
-        """Return the choice of an earlier start: as it is, or anew for another rate; `None` without, or of other ranks."""
+        """Return the choice of an earlier start: as stored, or anew for another rate; `None` without, or of other ranks."""
         self._chosen, self._over = None, False
         if self.resume == "never":
             return None
@@ -209,7 +209,7 @@ def _made(url: str | Path, choice: Sequence[Any], shared: CheckpointArguments) -
 
 
 def _copies(shared: CheckpointArguments) -> int | None:
-    """Return the user's number of copies; `None` if it is to be chosen."""
+    """Return the user's number of copies; `None` leaves the choice."""
     given = shared.get("replicas", "auto")
     return None if isinstance(given, str) else given
 
@@ -223,7 +223,7 @@ def _say(best: PlannedRun) -> None:
 def _complete(
     document: Mapping[str, dict[str, Any]], rates: Sequence[Mapping[str, float]], nodes: int, startup: float
 ) -> None:
-    """Put what the log of a first start lacks: speeds of the slowest rank, nodes, and presumptions."""
+    """Put the numbers missing in a first start's log: speeds of the slowest rank, nodes, and presumptions."""
     cluster, costs = document["cluster"], document["costs"]
     cluster |= {"nodes": nodes, "ranks_per_node": max(1, len(rates) // nodes)}
     several = {

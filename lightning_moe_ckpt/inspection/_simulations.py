@@ -20,7 +20,7 @@ from lightning_moe_ckpt.simulation import SYSTEMS, Failures, Profile, Scope, Sim
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """One system over all seeds."""
+    """A system over all seeds."""
 
     name: str
     runs: Sequence[Simulated]
@@ -93,11 +93,7 @@ def simulation_answer(
 
 
 def system_of(text: str) -> System:
-    """Return the system that `NAME` or `NAME:SETTING=VALUE,...` says.
-
-    Raises:
-        ConfigurationError: there is no such system, or it has no such setting.
-    """
+    """Return the system that `NAME` or `NAME:SETTING=VALUE,...` says. Raises `ConfigurationError` for an unknown system or setting."""
     name, _, settings = text.partition(":")
     if name not in SYSTEMS:
         raise ConfigurationError(f"`--system {text}`: there are {', '.join(SYSTEMS)}.")

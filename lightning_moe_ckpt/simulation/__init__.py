@@ -1,4 +1,4 @@
-"""Simulate a run under failures, and compute what is expected of it.
+"""Simulate a run under failures, and compute its expected goodput.
 
 Internal: may change in any version.
 """

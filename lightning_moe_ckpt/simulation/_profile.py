@@ -1,7 +1,7 @@
-"""Describe a training, its cluster and what checkpoints cost there: measured by `moe-ckpt profile`, or written by hand.
+"""Describe a training, its cluster and the costs of checkpoints there: measured by `moe-ckpt profile`, or written by hand.
 
-A profile is a file of YAML with the sections below. Sizes and times may have units, such as `5GB` and `10min`. A name that is unknown,
-missing or has an impossible value is refused, with what is wanted.
+A profile is a file of YAML with the sections below. Sizes and times may have units, such as `5GB` and `10min`. Unknown and missing
+names and impossible values are refused, and the message says how to mend them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ABOVE_ZERO = 1e-12
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingProfile:
-    """Steps: their time without checkpoints, or the times of pipeline stages that it follows from."""
+    """Steps: their time without checkpoints, or the times of pipeline stages."""
 
     step_seconds: float | None = _value("seconds", None, least=_ABOVE_ZERO)
     """Seconds of a step without checkpoints; `None` computes them from `stage_seconds`."""
@@ -38,13 +38,13 @@ class TrainingProfile:
     update_seconds: float = _value("seconds", 0.0)
     """Seconds of the optimizer; with `stage_seconds` only."""
     synced: int = _value("size", 0)
-    """Bytes that a rank reduces with others in a step; with `stage_seconds` only."""
+    """Bytes that a rank reduces in a step; with `stage_seconds` only."""
     noise: float = _value("factor", 0.0)
-    """Standard deviation of a step's time, as a part of it. The simulation takes means: a measured run differs from it by this much."""
+    """Standard deviation of a step's time, as a part of the mean. The simulation takes means: a measured run differs by this much."""
     steps: int | None = _value("count", None, least=1)
     """Steps of the whole training, for its time to finish."""
     tokens: int = _value("count", 0)
-    """Tokens of a step; lost tokens are in these, or in steps if it is 0."""
+    """Tokens of a step; 0 counts lost tokens in steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +62,9 @@ class ModelProfile:
     nbytes_state: float = _value("factor", 12.0, least=_ABOVE_ZERO)
     """Bytes per parameter of master weights and optimizer."""
     nbytes_compute: float = _value("factor", 2.0)
-    """Bytes per parameter of the weights that forward and backward read."""
+    """Bytes per parameter of the weights read by forward and backward."""
     operators: tuple[tuple[int, int], ...] = _value("size", ())
-    """Bytes that a rank writes of each operator: its full state, and the weights that are read. Empty computes them from the sizes above."""
+    """A rank's bytes of each operator: its full state, and the weights read. Empty computes them from the sizes above."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +78,11 @@ class ClusterProfile:
     pipeline: int = _value("count", 1, least=1)
     """Pipeline stages."""
     expert_parallel: int = _value("count", 1, least=1)
-    """Ranks that share one set of experts."""
+    """Ranks that share a set of experts."""
     micro_batches: int = _value("count", 1, least=1)
     """Micro-batches of a pipeline in a step."""
     spares: int = _value("count", 0)
-    """Machines, or waiting processes, that take a lost one's place at once."""
+    """Machines, or waiting processes, to replace lost ones at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ class SpeedProfile:
     device_host: float = _value("size", least=1)
     """Bytes per second of one rank, from its device to memory of the node."""
     host_host: float = _value("size", math.inf, least=1)
-    """Bytes per second of one node to others."""
+    """Bytes per second from a node to other nodes."""
     storage: float = _value("size", math.inf, least=1)
     """Bytes per second of storage, all nodes together."""
     alpha: float = _value("seconds", 0.0)
@@ -103,37 +103,37 @@ class SpeedProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class CostProfile:
-    """Seconds that checkpoints and failures cost."""
+    """Costs of checkpoints and failures, in seconds."""
 
     detection: float = _value("seconds")
     """Seconds from a failure until somebody acts on it."""
     startup: float = _value("seconds")
-    """Seconds until the processes that are started can restore: the lost ones where these are replaced alone, else all."""
+    """Seconds until started processes can restore: only lost ones where they are replaced alone, else all."""
     startup_all: float | None = _value("seconds", None)
-    """Seconds of a start of all ranks, for systems that replace none alone; `None` for `startup`."""
+    """Seconds of a start of all ranks, for systems without single replacement; `None` for `startup`."""
     restore_fixed: float = _value("seconds", 0.0)
     """Seconds of a restore, whatever its bytes."""
     restore_per_nbyte: float = _value("factor", 0.0)
     """Seconds of a restore per byte of a rank, on top of the way from other nodes or storage."""
     warm_up: float = _value("seconds", 0.0)
-    """Seconds by which the first steps after a start are longer in all than others, hooks included."""
+    """Seconds lost in all by slower first steps after a start, hooks included."""
     hooks_per_step: float = _value("seconds", 0.0)
-    """Seconds of hooks in a step of which nothing is taken."""
+    """Seconds of hooks in a step without capture."""
     hooks_per_capture: float = _value("seconds", 0.0)
-    """Seconds of hooks in a step of which something is taken."""
+    """Seconds of hooks in a step with a capture."""
     slowed_per_nbyte: float = _value("factor", 0.0)
-    """Seconds by which steps are longer, per byte of a rank that any tier takes."""
+    """Seconds by which steps are longer, per byte from a rank to any tier."""
     replay_factor: float = _value("factor", 1.0, least=_ABOVE_ZERO)
     """Time of a repeated step, as a multiple of a step's."""
     stall_whole: float = _value("seconds", 0.0)
-    """Seconds that training waits for a generation of everything in one step, besides its bytes; in systems that take such ones."""
+    """Seconds for which training waits, besides bytes, for a generation in a single step; for systems with such generations."""
     repair: float = _value("seconds", 0.0)
     """Seconds until a lost machine is back."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """What a simulation has to know of a run."""
+    """Description of a run for simulations."""
 
     training: TrainingProfile
     """Steps and their time."""
@@ -144,7 +144,7 @@ class Profile:
     speeds: SpeedProfile
     """Bytes per second."""
     costs: CostProfile
-    """Seconds that checkpoints and failures cost."""
+    """Costs of checkpoints and failures, in seconds."""
 
     def __post_init__(self) -> None:
         for section in fields(self):
@@ -192,7 +192,7 @@ class Profile:
 
     @property
     def alone_share(self) -> float:
-        """Time of a step that one pipeline stage takes alone, M turns, as a part of a step's: it waits for no other stage."""
+        """Time of a stage's M turns alone, without waits for other stages, as a part of a step's."""
         cluster, training = self.cluster, self.training
         turns = cluster.micro_batches + cluster.pipeline - 1
         if not training.stage_seconds:
@@ -217,7 +217,7 @@ class Profile:
 
     @classmethod
     def of(cls, said: object) -> Profile:
-        """Return the profile that a document says. Raises `ConfigurationError` as `read`."""
+        """Return a document's profile. Raises `ConfigurationError` as `read`."""
         sections = {"training": TrainingProfile, "model": ModelProfile, "cluster": ClusterProfile}
         sections |= {"speeds": SpeedProfile, "costs": CostProfile}
         document = _mapping("a profile", said, sections)
@@ -229,7 +229,7 @@ class Profile:
         Path(path).write_text(self.text(), encoding="utf-8")
 
     def text(self) -> str:
-        """Return the profile as YAML; values that are their defaults are left out."""
+        """Return the profile as YAML; defaults are left out."""
         document: dict[str, dict[str, Any]] = {}
         for section in fields(self):
             found = getattr(self, section.name)

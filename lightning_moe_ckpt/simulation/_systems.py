@@ -1,6 +1,6 @@
 """Checkpointing systems: ours by policy, and those of the papers.
 
-Each says what it adds to a run, as seconds and places. Windows come from this package's planner, and K from its rule for partial generations.
+Each adds seconds and places to a run. Windows come from this package's planner, and K from its rule for partial generations.
 
 Sources: CheckFreq (2021); Gemini (2023); PEC (2024), the system MoC; MoEvement (2026), whose Sec. 5 has the settings of the first three;
 TierCheck (2026), Sec. 5.1.
@@ -44,7 +44,7 @@ class System(ABC):
 
     @abstractmethod
     def behaviour(self, profile: Profile, mtbf: float) -> Behaviour:
-        """Return what the system adds to a run that starts, where failures are `mtbf` seconds apart on average."""
+        """Return the additions to a starting run, with failures `mtbf` seconds apart on average."""
 
     def grown(self, profile: Profile, now: Behaviour, plt: float, last_loss: float) -> Behaviour:
         """Return the behaviour after a failure: `plt` of the tokens are lost so far, `last_loss` of them by this failure."""
@@ -53,7 +53,7 @@ class System(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class NoCheckpoints(System):
-    """Training that begins anew after every failure."""
+    """Training begun anew after every failure."""
 
     name = "none"
 
@@ -69,7 +69,7 @@ class CheckFreq(System):
     target: float = 0.03
     """Largest overhead, as a part of a step."""
     interval: int | None = None
-    """Steps between generations; `None` takes the shortest that keeps the limit, and that storage keeps up with."""
+    """Steps between generations; `None` for the shortest within the limit and storage's speed."""
 
     name = "checkfreq"
 
@@ -123,7 +123,7 @@ class MoC(System):
     storage_every: int | None = None
     """Least steps between generations in storage; `None` for as often as it keeps up, 0 for no storage."""
     overhead: float = 0.0
-    """Overhead at first beyond that of bytes, as a part of a step."""
+    """Overhead at first beyond the bytes', as a part of a step."""
 
     name = "moc"
 
@@ -153,13 +153,13 @@ class MoEvement(System):
     window: int | None = None
     """Steps; `None` asks Algorithm 1."""
     localized: bool = True
-    """Whether only the pipeline stage that failed takes steps again."""
+    """Whether only the failed pipeline stage takes steps again."""
     replicas: int = 2
     """Copies on other nodes."""
     storage_every: int | None = None
     """Least steps between generations in storage; `None` for as often as it keeps up, 0 for no storage."""
     saved: float = 1 / 3
-    """Part of a step that parameters without their full state save: weight gradients and optimizer (Sec. 3.5)."""
+    """Part of a step saved by parameters without full state: weight gradients and optimizer (Sec. 3.5)."""
 
     name = "moevement"
 
@@ -180,7 +180,7 @@ class TierCheck(System):
     every_n_steps: int = 50
     """Steps between bases."""
     batch: int = 5
-    """Differences that storage gets together."""
+    """Differences per write to storage."""
     nbytes_delta: float = 0.06
     """Bytes of a difference per parameter: of a hundredth of the elements a value of 2 bytes and an index of 4."""
 
@@ -203,11 +203,11 @@ class Ours(System):
     planner: PlannerName = "packed"
     """Planner of sparse windows."""
     every_n_steps: int | None = None
-    """Steps from one generation or base to the next; `None` for the callback's default: windows are back to back."""
+    """Steps between generations or bases; `None` for the callback's default: windows are back to back."""
     batch: int = 8
-    """Differences that storage gets together."""
+    """Differences per write to storage."""
     k: int = 1
-    """Experts of a layer that partial generations take."""
+    """A layer's experts in partial generations."""
     plt_budget: float | None = None
     """Largest portion of lost tokens, before K grows; `None` for no limit."""
     replicas: int = 1
@@ -215,7 +215,7 @@ class Ours(System):
     storage_every: int | None = None
     """Least steps between generations in storage; `None` for as often as it keeps up, 0 for no storage."""
     localized: bool = False
-    """Whether only the pipeline stage that failed takes steps again."""
+    """Whether only the failed pipeline stage takes steps again."""
 
     name = "ours"
 
@@ -306,7 +306,7 @@ def _sparse(
 def _differential(
     profile: Profile, every: int, batch: int, delta: float, *, replicas: int, stored: bool, all_start: bool = False
 ) -> Behaviour:
-    """Return the behaviour of bases and of differences that are `delta` of a base."""
+    """Return the behaviour of bases, and differences `delta` times as large."""
     full = full_nbytes(profile)
     nbytes, chain = delta * full, delta * full * every / 2
     tiers: dict[str, Any] = {"replicas": replicas, "storage_every": None if stored else 0, "restored": full + chain}
@@ -354,4 +354,4 @@ SYSTEMS: dict[str, System] = {
     "ours-sparse": Ours(),
     "ours-localized": Ours(localized=True),
 }
-"""Systems by their names on the command line, with the settings that they have there."""
+"""Systems by their names on the command line, with their settings there."""
