@@ -15,7 +15,7 @@ from typing import Any
 
 from lightning_moe_ckpt._units import size_text, time_text
 from lightning_moe_ckpt.errors import ConfigurationError
-from lightning_moe_ckpt.goodput import PARTS, Goodput
+from lightning_moe_ckpt.goodput import Goodput
 from lightning_moe_ckpt.planning._forecast import forecast_run
 from lightning_moe_ckpt.policies import DensePolicy, DifferentialPolicy, PartialPolicy, Policy, SparsePolicy
 from lightning_moe_ckpt.simulation._behaviour import STORED, Behaviour, rank_items
@@ -99,7 +99,7 @@ class PlannedRun:
     def document(self) -> dict[str, Any]:
         """Return everything as JSON values."""
         name, given = self.callback()
-        figures = (
+        figures = [
             "window",
             "every",
             "storage_seconds",
@@ -107,7 +107,7 @@ class PlannedRun:
             "host_nbytes",
             "lost_portion",
             "spares",
-        )
+        ]
         return {
             "policy": self.system.policy,
             "replicas": self.system.replicas,
@@ -164,15 +164,16 @@ def choose(
 def reasons(planned: Sequence[PlannedRun]) -> list[str]:
     """Return a sentence for each alternative: its deficit, and the parts with the largest losses and gains."""
     best, *others = planned
-    return [_reason(best, other) for other in others]
-
-
-def _reason(best: PlannedRun, other: PlannedRun) -> str:
-    ours, theirs = best.goodput.shares(), other.goodput.shares()
-    more = {name: 100 * (theirs[name] - ours[name]) for name in PARTS if name != "productive"}
-    told = sorted((name for name in more if abs(more[name]) >= 0.005), key=lambda name: -abs(more[name]))[:3]
-    why = ", ".join(f"{abs(more[name]):.2f} {'more' if more[name] > 0 else 'less'} {name}" for name in told)
-    return f"{other.label}: {100 * (best.goodput.share - other.goodput.share):.2f} points less{why and f': {why}'}"
+    said, ours = list[str](), best.goodput.shares()
+    for other in others:
+        more = {
+            name: 100 * (part - ours[name]) for name, part in other.goodput.shares().items() if name != "productive"
+        }
+        told = sorted((name for name in more if abs(more[name]) >= 0.005), key=lambda name: -abs(more[name]))[:3]
+        why = ", ".join(f"{abs(more[name]):.2f} {'more' if more[name] > 0 else 'less'} {name}" for name in told)
+        less = 100 * (best.goodput.share - other.goodput.share)
+        said.append(f"{other.label}: {less:.2f} points less{why and f': {why}'}")
+    return said
 
 
 def _refuse_hopeless(profile: Profile, mtbf: float) -> None:
@@ -284,10 +285,7 @@ def _memory(profile: Profile, planned: PlannedRun) -> int:
     model, cluster, system = profile.model, profile.cluster, planned.system
     described = {
         "config": None,
-        "layers": model.layers,
-        "experts": model.experts,
-        "params": model.params,
-        "expert_params": model.expert_params,
+        **{name: getattr(model, name) for name in ("layers", "experts", "params", "expert_params")},
     }
     described |= {"nodes": cluster.nodes, "ranks_per_node": cluster.ranks_per_node, "replicas": system.replicas}
     described |= {"expert_parallel": cluster.expert_parallel, "stages": cluster.pipeline}
