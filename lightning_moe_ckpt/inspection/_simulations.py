@@ -73,16 +73,8 @@ class _Row:
 
 
 def simulation_answer(
-    *,
-    path: Path,
-    mtbf: float,
-    trace: Path | None,
-    scope: Scope,
-    chosen: Sequence[str],
-    hours: float,
-    seeds: int,
-    plot: Path | None,
-) -> Answer:
+    *, path: Path, mtbf: float, trace: Path | None, scope: Scope, chosen: Sequence[str], hours: float, seeds: int, plot: Path | None
+) -> Answer:  # fmt: skip
     """Return every chosen system's goodput, as simulated from several seeds and in closed form; also drawn if `plot` names a file.
 
     Raises:
@@ -100,9 +92,8 @@ def simulation_answer(
     facts = {"profile": str(path), "mtbf": None if trace else mtbf, "trace": str(trace) if trace else None}
     facts |= {"hours": hours, "seeds": seeds, "step_seconds": profile.step_seconds, "ranks": profile.ranks}
     document = facts | {"systems": [row.document() for row in rows]}
-    heading = (
-        f"{profile.ranks} ranks, steps of {profile.step_seconds:.3g} s, {hours:g} h, failures every {time_text(mean)}"
-    )
+    steps = f"{profile.ranks} ranks, steps of {profile.step_seconds:.3g} s"
+    heading = f"{steps}, {hours:g} h, failures every {time_text(mean)}"
     return Answer(document, lambda: [heading, *_tables(rows, profile)])
 
 
@@ -114,16 +105,14 @@ def system_of(text: str) -> System:
     known = [field.name for field in fields(SYSTEMS[name])]  # type: ignore[arg-type]
     given = dict(each.partition("=")[::2] for each in settings.split(",") if each)
     if wrong := [key for key in given if key not in known]:
-        raise ConfigurationError(
-            f"`--system {text}`: {name} has no `{wrong[0]}`, but {', '.join(known) or 'no settings'}."
-        )
+        has = ", ".join(known) or "no settings"
+        raise ConfigurationError(f"`--system {text}`: {name} has no `{wrong[0]}`, but {has}.")
     try:
         values = {key: json.loads(value) for key, value in given.items()}
         found: System = replace(SYSTEMS[name], **values)  # type: ignore[type-var]
     except (ValueError, TypeError) as error:
-        raise ConfigurationError(
-            f"`--system {text}`: settings are as in ours-sparse:window=4,localized=true. {error}"
-        ) from error
+        like = "settings are as in ours-sparse:window=4,localized=true"
+        raise ConfigurationError(f"`--system {text}`: {like}. {error}") from error
     return found
 
 

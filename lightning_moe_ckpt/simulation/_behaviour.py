@@ -144,14 +144,9 @@ def _cut(items: Sequence[PlanItem], nbytes: int) -> tuple[PlanItem, ...]:
 
 
 def places_of(
-    profile: Profile,
-    steps: Sequence[float],
-    every: int,
-    *,
-    replicas: int = 0,
-    storage_every: int | None = None,
+    profile: Profile, steps: Sequence[float], every: int, *, replicas: int = 0, storage_every: int | None = None,
     restored: float | None = None,
-) -> tuple[SimulatedTier, ...]:
+) -> tuple[SimulatedTier, ...]:  # fmt: skip
     """Return memory, other nodes and storage, each with as many generations as its speed allows.
 
     `steps` are a rank's bytes in each step of a generation, taken `every` so many steps, and `restored` its bytes in a restore, by default the same.

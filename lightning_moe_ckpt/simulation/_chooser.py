@@ -119,15 +119,9 @@ class PlannedRun:
 
 
 def choose(
-    profile: Profile,
-    mtbf: float,
-    *,
-    scope: Scope | None = None,
-    allow_loss: float = 0.0,
-    host_nbytes: int | None = None,
-    replicas: int | None = None,
-    policies: Sequence[str] = ("sparse", "dense", "differential", "partial"),
-) -> list[PlannedRun]:
+    profile: Profile, mtbf: float, *, scope: Scope | None = None, allow_loss: float = 0.0, host_nbytes: int | None = None,
+    replicas: int | None = None, policies: Sequence[str] = ("sparse", "dense", "differential", "partial"),
+) -> list[PlannedRun]:  # fmt: skip
     """Return the best ways to take checkpoints, best first, different in policy, window or experts: three at most.
 
     The whole run fails every `mtbf` seconds, usually with the loss `scope`: by default a node where there are several, else a process. `allow_loss` is
@@ -225,17 +219,11 @@ class _Search:
         cycle = self._cycle(behaviour)
         hourly = stored.nbytes * 3600 / (step + behaviour.extra)
         return PlannedRun(
-            system=found,
-            goodput=cycle,
-            window=found.window or 1,
-            every=found.every_n_steps or 1,
-            storage_seconds=stored.every * (step + behaviour.extra),
-            storage_nbytes_per_hour=hourly * cycle.share,
-            host_nbytes=round(behaviour.host_memory),
-            lost_portion=behaviour.unsaved * step / max(cycle.productive, step),
-            spares=self._profile.cluster.spares,
-            plans_storage=bool(found.storage_every),
-        )
+            system=found, goodput=cycle, window=found.window or 1, every=found.every_n_steps or 1,
+            storage_seconds=stored.every * (step + behaviour.extra), plans_storage=bool(found.storage_every),
+            storage_nbytes_per_hour=hourly * cycle.share, host_nbytes=round(behaviour.host_memory),
+            lost_portion=behaviour.unsaved * step / max(cycle.productive, step), spares=self._profile.cluster.spares,
+        )  # fmt: skip
 
     def _at_best_interval(self, system: Ours) -> Ours:
         """Return the candidate with its best steps between generations: of powers of 4 times a window, then closer and closer."""
@@ -260,10 +248,8 @@ class _Search:
         usual = mean_cycle(self._profile, behaviour, self._mtbf, self._scope)
         if not self._rarely:
             return usual
-        rare = asdict(mean_cycle(self._profile, behaviour, self._mtbf, "cluster"))
-        return Goodput(
-            **{name: (1 - self._rarely) * each + self._rarely * rare[name] for name, each in asdict(usual).items()}
-        )
+        rare, often = asdict(mean_cycle(self._profile, behaviour, self._mtbf, "cluster")), 1 - self._rarely
+        return Goodput(**{name: often * each + self._rarely * rare[name] for name, each in asdict(usual).items()})
 
 
 def _with_spares(profile: Profile, mtbf: float) -> Profile:

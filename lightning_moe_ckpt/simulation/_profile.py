@@ -295,11 +295,9 @@ def _checked(name: str, value: object, rules: Mapping[str, Any]) -> None:
 
 
 def _wanted(rules: Mapping[str, Any]) -> str:
-    kinds = {
-        "seconds": "a time in seconds, or such as 10min,",
-        "size": "bytes, or a size such as 5GB,",
-        "count": "a whole number",
-        "factor": "a number",
-    }
-    least = rules["least"]
+    kinds, least = (
+        {"seconds": "a time in seconds, or such as 10min,", "size": "bytes, or a size such as 5GB,"},
+        rules["least"],
+    )
+    kinds |= {"count": "a whole number", "factor": "a number"}
     return f"{kinds[rules['unit']]} {'above 0' if least == _ABOVE_ZERO else f'of {least:g} or more'}"
