@@ -1,8 +1,8 @@
-"""Choose the checkpoint callback for a rate of failures: from a profile at once, or from what the run measures in its first steps.
+"""Choose the checkpoint callback for a rate of failures: from a profile at once, or from measurements in the run's first steps.
 
 Without a profile a run begins under a trial: windows of two steps, with ordinary steps between them. Every so many steps rank 0 looks whether the
 log knows enough, and then chooses for all ranks among the exact policies. Profile and choice are stored at the run's URL before the session
-is replaced, so that every later start makes the same one. Training itself does not change: the trial's captures are checkpoints like others.
+is replaced, so every later start makes the same choice. Training itself does not change: the trial's captures are checkpoints like others.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lightning_moe_ckpt.fit.loops._trainer import groups_of
 from lightning_moe_ckpt.inspection._run_profile import profile_of
 from lightning_moe_ckpt.journal import capture_rng, restore_rng
 from lightning_moe_ckpt.policies import Policy, SparsePolicy
-from lightning_moe_ckpt.simulation import PlannedRun, Profile, choose
+from lightning_moe_ckpt.simulation import Profile, choose
 from lightning_moe_ckpt.storage import Backend, RunView, open_backend
 from lightning_moe_ckpt.tiers import room_nbytes, shared_directory, this_domain
 
@@ -39,14 +39,14 @@ log = rank_logger(__name__)
 
 _TRIAL = SparsePolicy(window=2, every_n_steps=8)
 _LOOK_STEPS = 24
-"""Steps from one look at the figures to the next: the first has seen 20 that count."""
+"""Steps between looks at the figures: the first has seen 20 ordinary steps."""
 _PROFILE, _CHOICE = "profile.yaml", "choice.json"
 """Objects at the run's URL."""
 _KINDS = {
     kind.__name__: kind for kind in (SparseCheckpoint, DenseCheckpoint, DifferentialCheckpoint, PartialExpertCheckpoint)
 }
 _PRESUMED = {"detection": 5.0, "startup": 30.0}
-"""Seconds of what a run without failures cannot measure; its own first start takes the place of the second."""
+"""Seconds that no run without failures can measure; its own first start takes the place of the second."""
 
 
 @spelled_out
@@ -149,7 +149,7 @@ class AutoCheckpoint(CheckpointCallback):
             setattr(self, name, getattr(self._chosen, name))
 
     def _recalled(self, world_size: int) -> list[Any] | None:
-        """Return the choice of an earlier start: as it is, or anew for another rate; `None` without, or of other ranks."""
+        """Return the choice of an earlier start: as stored, or anew for another rate; `None` without, or of other ranks."""
         self._chosen, self._over = None, False
         if self.resume == "never":
             return None
@@ -158,15 +158,11 @@ class AutoCheckpoint(CheckpointCallback):
                 stored = json.loads(backend.get(_CHOICE))
             except (KeyMissing, ValueError):
                 return None
-            if stored.get("world_size") != world_size:
-                log.info(
-                    "the choice at %s is of %s ranks: this start measures again", self.url, stored.get("world_size")
-                )
+            if (ranks := stored.get("world_size")) != world_size:
+                log.info("the choice at %s is of %s ranks: this start measures again", self.url, ranks)
                 return None
             if stored.get("mtbf") != self._mtbf or stored.get("replicas") != _copies(self._given):
-                log.warning(
-                    "other settings than those of the stored choice: chosen again, from the profile stored with it"
-                )
+                log.warning("other settings than those of the stored choice: chosen again, from the profile stored with it")
                 return self._stored_choice(backend, Profile.of(yaml.safe_load(backend.get(_PROFILE))), world_size)
         return [stored["callback"], stored["arguments"]]
 
@@ -192,8 +188,10 @@ class AutoCheckpoint(CheckpointCallback):
     def _stored_choice(self, backend: Backend, profile: Profile, world_size: int, room: int | None = None) -> list[Any]:
         policies = ["sparse", "dense"] + ["differential"] * (profile.cluster.pipeline == 1)
         best = choose(profile, self._mtbf, replicas=_copies(self._given), host_nbytes=room, policies=policies)[0]
-        _say(best)
         name, arguments = best.callback()
+        told = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        expects = 100 * best.goodput.share
+        log.info("chosen for this rate of failures: %s(%s), expected goodput %.1f %%", name, told, expects)
         known = {"mtbf": self._mtbf, "replicas": _copies(self._given), "world_size": world_size}
         backend.put(_PROFILE, profile.text().encode())
         backend.put(_CHOICE, json.dumps({"callback": name, "arguments": arguments, **known}, indent=2).encode())
@@ -209,29 +207,19 @@ def _made(url: str | Path, choice: Sequence[Any], shared: CheckpointArguments) -
 
 
 def _copies(shared: CheckpointArguments) -> int | None:
-    """Return the user's number of copies; `None` if it is to be chosen."""
+    """Return the user's number of copies; `None` leaves the choice."""
     given = shared.get("replicas", "auto")
     return None if isinstance(given, str) else given
-
-
-def _say(best: PlannedRun) -> None:
-    name, arguments = best.callback()
-    told = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
-    log.info("chosen for this rate of failures: %s(%s), expected goodput %.1f %%", name, told, 100 * best.goodput.share)
 
 
 def _complete(
     document: Mapping[str, dict[str, Any]], rates: Sequence[Mapping[str, float]], nodes: int, startup: float
 ) -> None:
-    """Put what the log of a first start lacks: speeds of the slowest rank, nodes, and presumptions."""
+    """Put the numbers missing in a first start's log: speeds of the slowest rank, nodes, and presumptions."""
     cluster, costs = document["cluster"], document["costs"]
     cluster |= {"nodes": nodes, "ranks_per_node": max(1, len(rates) // nodes)}
-    several = {
-        "host": ("device_host", 1),
-        "peer": ("host_host", cluster["ranks_per_node"]),
-        "storage": ("storage", len(rates)),
-    }
-    for tier, (name, ranks) in several.items():
+    shared = ("host", "device_host", 1), ("peer", "host_host", cluster["ranks_per_node"]), ("storage", "storage", len(rates))
+    for tier, name, ranks in shared:
         if known := [each[tier] for each in rates if tier in each]:
             document["speeds"].setdefault(name, min(known) * ranks)
     document["speeds"].setdefault("device_host", 1e9)

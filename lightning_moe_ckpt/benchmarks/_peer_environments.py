@@ -1,7 +1,7 @@
-"""Environments of other systems, made by pip in a cache folder, and the process in each that trains.
+"""Environments of other systems, made by pip in a cache folder, each with a process for its trainings.
 
-An environment is a venv that sees the packages of this process behind its own, so that all train with the same torch. What
-a system brings along changes nothing outside of it.
+An environment is a venv with the packages of this process behind its own: all train with the same torch, and a system's
+packages change nothing outside.
 """
 
 from __future__ import annotations
@@ -27,16 +27,12 @@ _PACKAGE = Path(__file__).resolve().parents[2]
 
 
 def default_place() -> Path:
-    """Return the folder for environments where nobody names one."""
+    """Return the default folder for environments."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe-ckpt" / "peers"
 
 
 def interpreter_of(name: str, place: Path) -> str:
-    """Return the Python of an environment, which is made if it is not there; that of this process for an empty `name`.
-
-    Raises:
-        CheckpointError: it cannot be made; with pip's last line.
-    """
+    """Return the Python of an environment, made on first use; this process's for an empty `name`. Raises `CheckpointError` with pip's last line."""
     if not name:
         return sys.executable
     requirements = REQUIREMENTS[name]
@@ -57,11 +53,7 @@ def interpreter_of(name: str, place: Path) -> str:
 def _run(command: list[str]) -> None:
     try:
         ended = subprocess.run(  # noqa: S603  # our own command
-            command,
-            capture_output=True,
-            text=True,
-            timeout=_INSTALLING.total_seconds(),
-            check=False,
+            command, capture_output=True, text=True, timeout=_INSTALLING.total_seconds(), check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CheckpointError(f"cannot be installed here: {error}") from error
@@ -71,13 +63,7 @@ def _run(command: list[str]) -> None:
 
 
 class Environment:
-    """The process of an environment.
-
-    Args:
-        python: its interpreter.
-        names: systems to train with.
-        folder: for its socket, and for what it prints.
-    """
+    """The process of an environment: `python` trains with the systems `names`; socket and output are in `folder`."""
 
     def __init__(self, python: str, names: Sequence[str], folder: Path) -> None:
         path = os.pathsep.join([str(_PACKAGE), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -87,21 +73,19 @@ class Environment:
             self._process = subprocess.Popen(  # noqa: S603  # our own command
                 [python, "-c", code, listener.address],
                 env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            )  # fmt: skip
             listener._listener._socket.settimeout(_ANSWERING.total_seconds())  # type: ignore[attr-defined]  # noqa: SLF001
             self._pipe: Connection = listener.accept()
         self.missing: dict[str, str] = self._ask([*names])
         """Why a system cannot be imported, by its name."""
 
     def turn(self, fit: PeerFit) -> PeerTurn:
-        """Give a training a turn, which begins with the first."""
+        """Give a training a turn; the first begins it."""
         return cast("PeerTurn", self._ask(("turn", fit)))
 
     def bare_nbytes(self, fit: PeerFit) -> int:
-        """Return the memory of a training without checkpoints in this process's forks, which share what was imported."""
+        """Return the memory of a training without checkpoints in this environment, whose forks share all imports."""
         if self._bare_nbytes is None:
             self.turn(fit)
             self._bare_nbytes = self.turn(fit).memory_nbytes
@@ -112,7 +96,7 @@ class Environment:
         return cast("PeerKills", self._ask(("kill", fit, num_kills)))
 
     def close(self) -> None:
-        """End the process, which ends its trainings."""
+        """End the process and its trainings."""
         self._pipe.close()
         try:
             self._process.wait(timeout=60)

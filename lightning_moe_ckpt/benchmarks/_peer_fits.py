@@ -1,10 +1,10 @@
-"""Trainings that `moe-ckpt bench peers` measures and kills, in processes that a process of each environment forks.
+"""Trainings for `moe-ckpt bench peers`, measured and killed, forked by each environment's process.
 
-The process of an environment has imported everything and started nothing, so a training begins with a fork, whoever saves. It
-takes orders through a pipe: to begin a training, to give it a turn, to kill one and start it again.
+This process has imported everything and started nothing, so a training of any system begins with a fork. Orders come
+through a pipe: begin a training, give a turn, kill and start again.
 
-A turn has unmeasured steps, which fill the pipeline of saves, and steps that count, whole cadences. After it the training waits
-until what it saved is safe, so that the machine is free for the next turn. The last turn is watched by a thread, and its steps do not count.
+A turn has unmeasured steps, to fill the pipeline of saves, then measured steps, whole cadences. Then the training waits
+until its saves are safe, to leave the machine to the next turn. A thread watches the last turn, whose steps do not count.
 """
 
 from __future__ import annotations
@@ -77,16 +77,16 @@ class PeerFit:
     system: str
     folder: Path
     memory: Path
-    """Folder on a tmpfs; shared memory of the node, for who looks for it there."""
+    """Folder on a tmpfs, in the place of the node's shared memory."""
     size: ModelSize
     every: int
     settle: int
     steps: int
     """Steps of a turn: `settle` are not measured, `steps` are."""
     turns: int = 0
-    """_Turns before the one that is watched."""
+    """Turns before the watched turn."""
     stops: tuple[int, ...] = ()
-    """Steps after which to stand still, of a training that is killed; empty for one that has turns."""
+    """Last steps before each halt of a killed training; empty for a training in turns."""
     lost: bool = False
     """Whether the node's memory is lost before."""
 
@@ -116,14 +116,11 @@ class PeerFit:
                 stack.enter_context(each)
             if resting:
                 stack.enter_context(wrapping_backends(gate.backend))
+            callbacks = [_Resting(checkpoint, gate)] * resting + [tap] + [checkpoint] * (checkpoint is not None)
             trainer = bench_trainer(
-                accelerator="cpu",
-                strategy="auto",
-                callbacks=[_Resting(checkpoint, gate)] * resting + [tap] + [checkpoint] * (checkpoint is not None),
-                max_steps=_MAX_STEPS,
-                enable_checkpointing=checkpoint is not None,
-                plugins=[AsyncCheckpointIO()] if system.beside else None,
-            )
+                accelerator="cpu", strategy="auto", callbacks=callbacks, max_steps=_MAX_STEPS,
+                enable_checkpointing=checkpoint is not None, plugins=[AsyncCheckpointIO()] if system.beside else None,
+            )  # fmt: skip
             torch.manual_seed(0)
             found = checkpoint.found if isinstance(checkpoint, LightningSaving) else None
             loader = DataLoader(_Tokens(self.size, checkpoint), batch_size=self.size.batch_size)
@@ -131,7 +128,7 @@ class PeerFit:
 
 
 class _Tokens(Dataset[tuple[Tensor]]):
-    """Random tokens, from the step on that `checkpoint` went on from, if it saves no place in the data."""
+    """Random tokens, from the restored step on if `checkpoint` saves no place in the data."""
 
     def __init__(self, size: ModelSize, checkpoint: Callback | None) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -147,12 +144,12 @@ class _Tokens(Dataset[tuple[Tensor]]):
 
 
 def first_of(checkpoint: Callback | None) -> int:
-    """Return the step that is to be added to the Trainer's."""
+    """Return the steps to add to the Trainer's count."""
     return checkpoint.first_step if isinstance(checkpoint, SavingEvery) else 0
 
 
 class _Resting(Callback):
-    """Let storage rest once it has generation 0: memory works alone, as it does with other systems."""
+    """Let storage rest from generation 0 on: memory works alone, as with other systems."""
 
     def __init__(self, checkpoint: Callback | None, gate: StorageGate) -> None:
         self._checkpoint, self._gate = checkpoint, gate
@@ -174,30 +171,30 @@ class _Resting(Callback):
 
 @dataclass(frozen=True)
 class PeerTurn:
-    """Means per step of a turn; the last turn's have what a thread saw."""
+    """Means per step of a turn; the watched turn also has safety and memory."""
 
     seconds: float
     beside_seconds: float
-    """CPU time of other threads, and of other processes that this one started."""
+    """CPU time of other threads and of child processes."""
     hook_seconds: float
     """Training-thread time in saves, waits included."""
     nbytes: float
     """Bytes taken."""
     safe_seconds: list[float] = field(default_factory=list)
-    """Seconds from a step's end until a restart would go back no further, for saves that became safe."""
+    """Seconds from a step's end until a restart would go back no further, per safe save."""
     memory_nbytes: int = 0
-    """Most memory that this process held, those that it started, and files of it in memory."""
+    """Most memory of this process and its children, files in memory included."""
 
 
 def cost_of(checkpoint: Callback | None) -> tuple[float, float]:
-    """Return the seconds of the training thread in `checkpoint`, and the bytes that it took, so far."""
+    """Return the seconds of the training thread in `checkpoint` so far, and the bytes taken."""
     if isinstance(checkpoint, CheckpointCallback):
         return checkpoint.report.overhead_seconds, checkpoint.report.nbytes_captured
     return getattr(checkpoint, "seconds", 0.0), getattr(checkpoint, "nbytes", 0.0)
 
 
 def newest_of(checkpoint: Any, place: str) -> int:
-    """Return the newest step that a restart would find in `place`."""
+    """Return the newest step in `place` for a restart."""
     if isinstance(checkpoint, CheckpointCallback):
         return checkpoint.report.generations.get("host" if place == "memory" else place, 0)
     return int(checkpoint.newest())
@@ -234,7 +231,7 @@ class _Turns(Callback):
         return time.perf_counter(), cpu, *cost_of(self._checkpoint)
 
     def _seen(self, step: int) -> dict[str, Any]:
-        """Wait until what was saved is safe; the step under way saves nothing that is awaited."""
+        """Wait until earlier saves are safe, without the step under way. Return the watch's figures, if any."""
         if isinstance(self._checkpoint, CheckpointCallback) and self._place == "storage":
             self._checkpoint.wait_committed(1.0)  # a batch of differences waits for more of them
         elif self._checkpoint is not None:
@@ -247,18 +244,18 @@ class _Turns(Callback):
 
 
 class _Watch:
-    """A thread that notes when saves are safe, and how much memory is held."""
+    """A thread to note times of safe saves, and memory held."""
 
     def __init__(self, checkpoint: Callback | None, place: str, tmpfs: list[Path]) -> None:
         self._checkpoint, self._place, self._tmpfs = checkpoint, place, tmpfs
         self.due: dict[int, float] = {}
-        """Steps that were saved and are not known to be safe, with the time of their ends."""
+        """End times for saved steps not known to be safe, by step."""
         self._safe, self._memory, self._over = list[float](), 0, threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
         self._thread.start()
 
     def end(self) -> dict[str, Any]:
-        """Return what was seen."""
+        """Stop, and return the figures."""
         limit = time.perf_counter() + _SAFE_SECONDS / 4  # some become safe only as training goes on
         while len(self.due) > 1 and time.perf_counter() < limit:  # the last one is not saved yet
             time.sleep(_LOOK_SECONDS)
@@ -269,10 +266,8 @@ class _Watch:
     def _look(self) -> None:
         looked = 0.0
         while not self._over.wait(_LOOK_SECONDS):
-            newest, now = (
-                newest_of(self._checkpoint, self._place) if self._checkpoint else _MAX_STEPS,
-                time.perf_counter(),
-            )
+            newest = newest_of(self._checkpoint, self._place) if self._checkpoint else _MAX_STEPS
+            now = time.perf_counter()
             for step in [step for step in [*self.due] if step <= newest]:
                 self._safe.append(now - self.due.pop(step))
             if now - looked > 0.05:
@@ -281,7 +276,7 @@ class _Watch:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the processes that `pid` has started, and those that these have."""
+    """Return the children of process `pid`, and theirs."""
     parents: dict[int, int] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # gone
@@ -301,13 +296,11 @@ def _cpu_seconds(pid: int) -> float:
 
 
 def _held_nbytes(tmpfs: list[Path]) -> int:
-    """Return the bytes of anonymous and shared memory, and of files on a tmpfs that are not mapped."""
+    """Return the bytes of anonymous and shared memory, and of unmapped files on a tmpfs."""
     own = shared = 0
     for pid in [os.getpid(), *descendants(os.getpid())]:
         with suppress(OSError):
-            lines = dict(
-                re.findall(r"^(Pss_\w+):\s+(\d+)", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
-            )
+            lines = dict(re.findall(r"(?m)^(Pss_\w+):\s+(\d+)", Path(f"/proc/{pid}/smaps_rollup").read_text()))
             own, shared = own + 1024 * int(lines["Pss_Anon"]), shared + 1024 * int(lines["Pss_Shmem"])
     return own + max(shared, sum(512 * each.stat().st_blocks for place in tmpfs for each in _files(place)))
 
@@ -324,7 +317,7 @@ def _files(place: Path) -> Iterator[Path]:
 
 
 class _Stopped(NamedTuple):
-    """A training that stands still."""
+    """A halted training's state."""
 
     at: float  # when its last step ended, by the clock that processes share
     first: int  # step that it went on from; 0 for a fresh start
@@ -372,7 +365,7 @@ def _tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 class _Said(logging.Handler):
-    """Keep what was warned of."""
+    """Keep warnings."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -385,7 +378,7 @@ class _Said(logging.Handler):
 
 @dataclass(frozen=True, kw_only=True)
 class PeerKills:
-    """What kills of one system cost, and what became of a flipped bit."""
+    """Costs when a system's trainings are killed, and a flipped bit's fate."""
 
     killed_at: list[int]
     resumed_from: list[int]
@@ -393,28 +386,28 @@ class PeerKills:
     seconds: list[float]
     """Seconds from each SIGKILL to the end of the first step never taken before, in forked processes, without imports."""
     state_equal: bool
-    """Whether weights and optimizer were those of the step that training went on from, bit by bit, after each kill."""
+    """Whether weights and optimizer after each kill equalled the saved step's, bit by bit."""
     steps_equal: bool
-    """Whether they were those of the killed training at the step of the kill too."""
+    """Whether weights and optimizer also equalled the killed training's at the step of the kill."""
     flip: str
     """Fate of a flipped bit of a weight: `noticed`, `not noticed`, `no effect` or `none flipped`."""
     flip_said: str
-    """Sign by which a system noticed the bit, or the reason why none was flipped."""
+    """Words or act by which a system noticed the bit, or the reason why none was flipped."""
 
 
 class _Node:
-    """What a killed training leaves: nothing of its node if storage has the copies, else all but the process."""
+    """A killed training's node: nothing is left if storage has the copies, else all but the process."""
 
     def __init__(self, fit: PeerFit) -> None:
         self._fit, self._spared = fit, SYSTEMS[fit.system].place == "memory"
         self._orphans, self._agent = list[int](), self._new_agent()
 
     def start(self, *stops: int) -> TurnTaker[_Stopped]:
-        """Begin a training that stands still after these steps."""
+        """Begin a training with halts after these steps."""
         return TurnTaker(replace(self._fit, stops=stops, lost=not self._spared), _TURN)
 
     def kill(self, training: TurnTaker[_Stopped]) -> float:
-        """Kill it by SIGKILL and return when that was, by the clock that processes share."""
+        """Kill the training by SIGKILL and return the time, by the clock of all processes."""
         self._orphans += descendants(training.pid)
         at = time.monotonic()
         training.kill()
@@ -436,18 +429,14 @@ class _Node:
             self._agent.kill()
             self._agent.join()
             forget(self._fit.name)
-        for pid in self._orphans:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        _kill_all(self._orphans)
         self._orphans.clear()
 
 
 def kill(fit: PeerFit, num_kills: int) -> PeerKills:
     """Kill trainings, each a step before a save, and start them again; then flip a bit of a weight, and start once more.
 
-    Raises:
-        CheckpointError: the system did, not only after the flip.
-        TurnFailed: something else did.
+    Raises the system's `CheckpointError` before the flip, and `TurnFailed` for other errors.
     """
     stops = [(4 + 2 * i) * fit.every - 1 for i in range(num_kills + 1)]
     node, after = _Node(fit), list[_Stopped]()
@@ -469,18 +458,13 @@ def kill(fit: PeerFit, num_kills: int) -> PeerKills:
         node.close()
     seconds, state_equal, steps_equal = zip(*found, strict=True)
     return PeerKills(
-        killed_at=stops[:-1],
-        resumed_from=[each.first for each in after],
-        seconds=[*seconds],
-        state_equal=all(state_equal),
-        steps_equal=all(steps_equal),
-        flip=flip,
-        flip_said=said,
-    )
+        killed_at=stops[:-1], resumed_from=[each.first for each in after], seconds=[*seconds],
+        state_equal=all(state_equal), steps_equal=all(steps_equal), flip=flip, flip_said=said,
+    )  # fmt: skip
 
 
 def _after_flip(fit: PeerFit, node: _Node, before: _Stopped, stop: int) -> tuple[TurnTaker[_Stopped], tuple[str, str]]:
-    """Flip a bit in every copy of a weight at steps of the last process, start a training, and return it with what became of that."""
+    """Flip a bit in every copy of a weight at steps of the last process, start a training, and return both with the bit's fate."""
     places = [fit.memory, *_segments(fit.name)] if SYSTEMS[fit.system].place == "memory" else [fit.folder]
     flipped = {step for step, pattern in before.patterns.items() if _flip(places, pattern)}
     training = node.start(stop)
@@ -513,7 +497,7 @@ def _flip(places: list[Path], pattern: bytes) -> bool:
 
 
 def serve(address: str) -> None:
-    """Import what trainings of an environment need, and do what is asked for at `address`, until that closes."""
+    """Import an environment's modules, and follow orders from `address` until the pipe closes."""
     die_with_parent()
     with Client(address) as pipe, ExitStack() as stack:
         names: list[str] = pipe.recv()
@@ -534,21 +518,23 @@ def serve(address: str) -> None:
 def _end(taker: TurnTaker[PeerTurn], fit: PeerFit) -> None:
     orphans = descendants(taker.pid)
     taker.kill()
-    for pid in orphans:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    _kill_all(orphans)
     forget(fit.name)
 
 
+def _kill_all(pids: list[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 def _imported(names: list[str]) -> dict[str, str]:
-    """Return, of every system that cannot be imported here, why."""
-    return {name: why for name in names if (why := _why_not(SYSTEMS[name].modules))}
-
-
-def _why_not(modules: tuple[str, ...]) -> str:
-    try:
-        for module in modules:
-            importlib.import_module(module)
-    except Exception as error:  # noqa: BLE001  # other people's modules raise what they like
-        return f"{type(error).__name__}: {error}"
-    return ""
+    """Return the reason for every system without an import here, by name."""
+    found = dict[str, str]()
+    for name in names:
+        try:
+            for module in SYSTEMS[name].modules:
+                importlib.import_module(module)
+        except Exception as error:  # noqa: BLE001, PERF203  # other people's modules raise what they like
+            found[name] = f"{type(error).__name__}: {error}"
+    return found

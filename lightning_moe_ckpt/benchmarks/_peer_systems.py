@@ -1,6 +1,6 @@
-"""Checkpoint systems that `moe-ckpt bench peers` compares, each saving and loading as its documentation shows first.
+"""Checkpoint systems in `moe-ckpt bench peers`, each saving and loading as its documentation shows first.
 
-All save the same state: module, optimizer, schedule and step. Tensors of a CPU are what a save must not alias, and two systems take
+All save the same state: module, optimizer, schedule and step. A save must not alias tensors of a CPU, and two systems take
 them for tensors of a device: where NVRx would copy from the device, a clone stands here.
 
 Sources: DLRover Flash Checkpoint, github.com/intelligent-machine-learning/dlrover, `docs/blogs/flash_checkpoint.md`; lm-resiliency,
@@ -20,9 +20,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -49,7 +48,7 @@ class StateSaving(SavingEvery):
 
     _keeper: Any = None
     _saved = 0
-    """Newest step that `write` has returned for."""
+    """Newest step whose `write` has returned."""
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -86,7 +85,7 @@ class StateSaving(SavingEvery):
         raise NotImplementedError
 
     def newest(self) -> int:
-        """Return the newest step that a restart would find; 0 for none. Any thread may ask."""
+        """Return the newest step for a restart; 0 for none. Called from any thread."""
         return self._saved
 
 
@@ -137,7 +136,7 @@ class LightningSaving(MeteredCheckpoint):
 
     @property
     def found(self) -> Path | None:
-        """Newest file, which a Trainer has to be told to resume from; it has its name once it is whole."""
+        """Newest file, for `ckpt_path`: only whole files have such names."""
         return max(self._place.glob("*.ckpt"), key=_step_of, default=None)
 
     def newest(self) -> int:
@@ -150,7 +149,7 @@ def _step_of(path: Path) -> int:
 
 
 class _Dlrover(StateSaving):
-    """DLRover's Flash Checkpoint, into shared memory alone or with a copy on disk that another process writes."""
+    """DLRover's Flash Checkpoint, into shared memory alone, or also to disk by another process."""
 
     def __init__(self, folder: Path, every: int, name: str, *, disk: bool) -> None:
         super().__init__(folder, every_n_steps=every)
@@ -182,9 +181,9 @@ class _Dlrover(StateSaving):
 
 
 def dlrover_agent(name: str) -> multiprocessing.process.BaseProcess:
-    """Return a process that keeps what is in memory when the trainer dies, as `dlrover-run` does beside it.
+    """Return a process to keep shared memory when the trainer dies, as `dlrover-run` does.
 
-    Trainers that find `BESIDE_AGENT` in their environment start no process of their own instead.
+    Trainers with `BESIDE_AGENT` in their environment start none of their own.
     """
     agent = multiprocessing.get_context("fork").Process(target=_keep, args=(name,), daemon=True)
     agent.start()
@@ -201,7 +200,7 @@ BESIDE_AGENT = {"ROLE_NAME": "dlrover-trainer"}
 
 
 class _LmResiliency(StateSaving):
-    """lm-resiliency's copy in the process's memory, on one rank without replicas; the one before goes to disk if asked to."""
+    """lm-resiliency's copy in the process's memory, on one rank without replicas; with `disk` the copy before goes to disk."""
 
     def __init__(self, folder: Path, every: int, *, disk: bool) -> None:
         super().__init__(folder, every_n_steps=every)
@@ -261,7 +260,7 @@ class _NvrxLocal(StateSaving):
 
 
 class _NvrxAsync(StateSaving):
-    """`torch.save` in a process beside, by NVRx's queue; a save that is still running holds up the next."""
+    """`torch.save` in a process beside, by NVRx's queue; an unfinished save holds up the next."""
 
     @override
     def open(self) -> None:
@@ -308,14 +307,14 @@ def cloned(state: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class PeerSystem:
-    """A row: who saves, and where to."""
+    """A row: a system, and its place."""
 
     label: str
     place: _Place
     make: Callable[[Path, int, str], Callback | None]
-    """Takes a folder, the steps between two saves, and a name that nobody else has."""
+    """Function of a folder, the steps between two saves, and a unique name."""
     environment: str = ""
-    """Name in `REQUIREMENTS`; empty for the one of this package."""
+    """Name in `REQUIREMENTS`; empty for this package's."""
     modules: tuple[str, ...] = ()
     """Imported before any process is forked."""
     beside: bool = False
@@ -327,12 +326,9 @@ class PeerSystem:
         return self.label.startswith("ours, ")
 
 
-REQUIREMENTS = {
-    "dlrover": ("dlrover==0.6.1",),
-    "nvrx": ("nvidia-resiliency-ext==0.4.1",),
-    "lm-resiliency": ("lm-resiliency==0.2.0",),
-}
-"""Packages of an environment, by its name, beside those behind this package."""
+_PINNED = {"dlrover": "dlrover==0.6.1", "nvrx": "nvidia-resiliency-ext==0.4.1", "lm-resiliency": "lm-resiliency==0.2.0"}
+REQUIREMENTS = {name: (package,) for name, package in _PINNED.items()}
+"""Packages of an environment, by its name, beside this package's."""
 _NVRX = "nvidia_resiliency_ext.checkpointing"
 
 
@@ -349,14 +345,15 @@ def _systems() -> Iterator[tuple[str, PeerSystem]]:
     dlrover = ("dlrover", ("dlrover.trainer.torch.flash_checkpoint.ddp",))
     resilient = ("lm-resiliency", ("lm_resiliency", "lm_resiliency.experimental"))
     nvrx = ("nvrx", (f"{_NVRX}.local.ckpt_managers.local_manager", f"{_NVRX}.async_ckpt.torch_ckpt"))
-    memory: _Place = "memory"
-    storage: _Place = "storage"
+    memory, storage = get_args(_Place)
     yield "none", PeerSystem("none, a second time", memory, lambda *_: None)
     yield "dlrover-memory", PeerSystem("DLRover", memory, lambda f, e, n: _Dlrover(f, e, n, disk=False), *dlrover)
     local = "NVRx, local on a tmpfs, adapted to the CPU"
     yield "nvrx-local", PeerSystem(local, memory, lambda f, e, _: _NvrxLocal(f, every_n_steps=e), *nvrx)
-    in_process = partial(_LmResiliency, disk=False)
-    yield "lm-resiliency-memory", PeerSystem("lm-resiliency", memory, lambda f, e, _: in_process(f, e), *resilient)
+    yield (
+        "lm-resiliency-memory",
+        PeerSystem("lm-resiliency", memory, lambda f, e, _: _LmResiliency(f, e, disk=False), *resilient),
+    )
     yield "ckpt", PeerSystem("Lightning .ckpt", storage, lambda f, e, _: LightningSaving(f, e))
     beside = PeerSystem("Lightning .ckpt, async", storage, lambda f, e, _: LightningSaving(f, e), beside=True)
     yield "ckpt-async", beside
@@ -366,8 +363,10 @@ def _systems() -> Iterator[tuple[str, PeerSystem]]:
     yield "dlrover-disk", PeerSystem("DLRover", storage, lambda f, e, n: _Dlrover(f, e, n, disk=True), *dlrover)
     queued = "NVRx, async, adapted to the CPU"
     yield "nvrx-async", PeerSystem(queued, storage, lambda f, e, _: _NvrxAsync(f, every_n_steps=e), *nvrx)
-    on_disk = partial(_LmResiliency, disk=True)
-    yield "lm-resiliency-disk", PeerSystem("lm-resiliency", storage, lambda f, e, _: on_disk(f, e), *resilient)
+    yield (
+        "lm-resiliency-disk",
+        PeerSystem("lm-resiliency", storage, lambda f, e, _: _LmResiliency(f, e, disk=True), *resilient),
+    )
     for place in (memory, storage):
         for policy in ("sparse", "dense", "differential", "partial", "selective"):
             yield f"{policy}-{place}", _own(policy, place)
@@ -378,13 +377,13 @@ SYSTEMS = dict(_systems())
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent ends, however that ends."""
+    """Let the kernel kill this process at its parent's end, by whatever cause."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
 
 
 def forget(name: str) -> None:
-    """Remove what DLRover leaves of the run `name`: its shared memory and its sockets."""
+    """Remove DLRover's shared memory and sockets of the run `name`."""
     for place in (Path("/dev/shm"), Path("/tmp/ckpt_sock")):  # noqa: S108  # its places
         for path in place.glob(f"*{name}*"):
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)

@@ -3,9 +3,9 @@
 All train one model under Lightning's Trainer and save the same state every so many steps. Each system lives in an environment of its own.
 A shared machine's speed drifts by a fifth within minutes, so a round is four turns: the system, no checkpoints, no checkpoints,
 the system. Their difference is one number; systems take turns round by round. The figure is the median over the rounds,
-with the interval between two of the ordered numbers that holds the true median in 95 % of all cases, or in as many as so few numbers
+with the interval between two of the ordered numbers: the true median lies within in 95 % of all cases, or in as many as so few numbers
 allow. Where the interval is wider than the median is large, the row says so. `none` stands in a row too: its difference to itself
-is what the method makes of nothing.
+shows the method's error.
 
 In rows of memory a copy survives a process, and the process is killed; in rows of storage it survives the node, whose memory
 is lost with the process.
@@ -38,28 +38,22 @@ _COVERAGE = 0.95
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Paired:
-    """Differences within rounds: their median, and where the true one lies."""
+    """Differences within rounds: their median, and the true median's interval."""
 
     median: float
     low: float
     high: float
     coverage: float
-    """Probability that the interval holds the true median, whatever the differences' distribution."""
+    """Probability of the true median within the interval, whatever the differences' distribution."""
 
     @classmethod
     def of(cls, differences: Sequence[float]) -> Paired:
-        """Return the figure: the narrowest pair of ordered numbers, as far from both ends, that covers 95 %."""
+        """Return the figure, with the narrowest symmetric pair of ordered numbers to cover 95 %."""
         ordered, num = sorted(differences), len(differences)
-        covered = {
-            rank: 1 - 2 * sum(math.comb(num, k) for k in range(rank + 1)) / 2**num for rank in range(-(-num // 2))
-        }
-        rank = max((rank for rank, share in covered.items() if share >= _COVERAGE), default=0)
-        return cls(
-            median=statistics.median(ordered),
-            low=ordered[rank],
-            high=ordered[num - 1 - rank],
-            coverage=max(0.0, covered[rank]),
-        )
+        covered = [1 - 2 * sum(math.comb(num, k) for k in range(rank + 1)) / 2**num for rank in range(-(-num // 2))]
+        rank = max((rank for rank, share in enumerate(covered) if share >= _COVERAGE), default=0)
+        low, high = ordered[rank], ordered[num - 1 - rank]
+        return cls(median=statistics.median(ordered), low=low, high=high, coverage=max(0.0, covered[rank]))
 
     @property
     def is_resolved(self) -> bool:
@@ -89,16 +83,16 @@ class PeerFigure:
     nbytes_per_step: float = 0.0
     """Taken, mean."""
     memory_nbytes: int = 0
-    """Most host memory, beyond that without checkpoints."""
+    """Most host memory, less a training's without checkpoints."""
     kills: PeerKills | None = None
     missing: str = ""
     """Why something was not measured; empty if all was."""
     behind: tuple[str, ...] = ()
-    """Columns in which this row of ours is worse than the best of the others in its place."""
+    """Columns of our row worse than the best other system's in the same place."""
 
 
 def measure(options: SimpleNamespace, progress: Progress) -> list[PeerFigure]:
-    """Run the benchmark, and write the page and the picture that were asked for."""
+    """Run the benchmark; write page and picture if asked for."""
     names, machine = chosen(options.peers), Machine.read()
     if options.accelerator == "gpu":
         raise ConfigurationError(
@@ -126,7 +120,7 @@ def measure(options: SimpleNamespace, progress: Progress) -> list[PeerFigure]:
 
 
 def _write(rows: Mapping[str, _Row], machine: Machine, options: SimpleNamespace) -> list[PeerFigure]:
-    """Write the page and the picture that were asked for, and return the figures."""
+    """Write page and picture if asked for; return the figures."""
     figures = ranked([row.figure() for row in rows.values()])
     if options.page is not None:
         write_page(options.page, figures, machine, options)
@@ -136,7 +130,7 @@ def _write(rows: Mapping[str, _Row], machine: Machine, options: SimpleNamespace)
 
 
 def _enter_environments(rows: Mapping[str, _Row], place: Path, stack: ExitStack, progress: Progress) -> None:
-    """Start the process of each environment that rows need; a row without one says why."""
+    """Start each environment's process for the rows; a row without process says why."""
     for index, name in enumerate(["", *REQUIREMENTS]):
         own = [row for row in rows.values() if SYSTEMS[row.name].environment == name]
         if not own:
@@ -165,7 +159,7 @@ def chosen(text: str | None) -> list[str]:
 
 
 class _Row:
-    """A system, and what is known of it so far. What failed is not tried again."""
+    """A system with its measurements so far. After a failure none is tried again."""
 
     environment: Environment
 
@@ -193,11 +187,11 @@ class _Row:
             self.missing = str(error).strip().splitlines()[-1]
 
     def bare_turn(self) -> PeerTurn:
-        """Give the training that others are compared with a turn."""
+        """Give the training without checkpoints a turn."""
         return self.environment.turn(self._bare)
 
     def take_round(self, bare_turn: Callable[[], PeerTurn]) -> None:
-        """Take four turns, of which those without checkpoints are in the middle."""
+        """Take four turns, the middle two without checkpoints."""
         if not self.missing:
             with self._trying():
                 if not self._rounds:
@@ -231,10 +225,8 @@ class _Row:
             }
         if self._watched:
             safe = self._watched[0].safe_seconds
-            facts |= {
-                "safe_seconds": statistics.median(safe) if safe else None,
-                "memory_nbytes": self._watched[0].memory_nbytes - self._bare_nbytes,
-            }
+            facts["safe_seconds"] = statistics.median(safe) if safe else None
+            facts["memory_nbytes"] = self._watched[0].memory_nbytes - self._bare_nbytes
         kills = self._kills[0] if self._kills else None
         return PeerFigure(system=self.name, label=system.label, place=system.place, kills=kills, **facts)
 
@@ -244,14 +236,17 @@ class _Row:
 
 
 def ranked(figures: Sequence[PeerFigure]) -> list[PeerFigure]:
-    """Return the rows, those of ours with the columns in which they are worse than the best of the others in their place."""
-    return [replace(figure, behind=_behind(figure, figures)) for figure in figures]
+    """Return the rows; `behind` of ours names the columns worse than the best other system's in the same place."""
+    peers = [each for each in figures if each.system != _BASE and not SYSTEMS[each.system].is_ours]
+    return [
+        replace(each, behind=_behind(each, [peer for peer in peers if peer.place == each.place]))
+        if SYSTEMS[each.system].is_ours
+        else each
+        for each in figures
+    ]
 
 
-def _behind(figure: PeerFigure, figures: Sequence[PeerFigure]) -> tuple[str, ...]:
-    if not SYSTEMS[figure.system].is_ours:
-        return ()
-    others = [each for each in figures if _is_peer(each) and each.place == figure.place]
+def _behind(figure: PeerFigure, others: Sequence[PeerFigure]) -> tuple[str, ...]:
     said = []
     for column, worth in _WORTH.items():
         known = {value: each for each in others if (value := worth(each)) is not None}
@@ -265,12 +260,8 @@ def _behind(figure: PeerFigure, figures: Sequence[PeerFigure]) -> tuple[str, ...
     return tuple(said)
 
 
-def _is_peer(figure: PeerFigure) -> bool:
-    return figure.system != _BASE and not SYSTEMS[figure.system].is_ours
-
-
 def _recovery(figure: PeerFigure) -> float | None:
-    """Seconds after a kill, of those from whom something was left."""
+    """Return the median seconds after kills; `None` if a kill left nothing."""
     kills = figure.kills
     return statistics.median(kills.seconds) if kills is not None and all(kills.resumed_from) else None
 
@@ -281,7 +272,7 @@ _WORTH: dict[str, Callable[[PeerFigure], float | None]] = {
     "host memory": lambda figure: figure.memory_nbytes or None,
     "after SIGKILL": _recovery,
 }
-"""Columns without an interval, in which less is better."""
+"""Columns without an interval; less is better."""
 
 
 # -- tables
@@ -290,6 +281,7 @@ _COLUMNS = (
     *("checkpoints", "+ms/step", "interval", "CPU beside +ms/step", "stall ms/step", "safe after ms", "MiB/step"),
     *("host memory +MiB", "after SIGKILL s", "steps repeated", "bits equal", "flipped bit", "behind in"),
 )
+_OTHER_DATA = "those saved; later steps got other data"
 _NOTE = """+ms/step: longer than without checkpoints, median of rounds of four turns, and its interval; CPU beside: of other threads and processes; stall: of the training thread in saves; safe after: from a step's end until a restart goes back no further; MiB/step: bytes taken; host memory: the most, files in memory included; after SIGKILL: to the end of the first new step, processes forked, imports not in it; bits equal: of weights and optimizer, where training went on and at the step of the kill; behind in: worse than the best of the others in that place"""
 
 
@@ -297,9 +289,7 @@ def table(figures: Sequence[PeerFigure]) -> RenderableType:
     """Return the figures for people."""
     steps = [figure.step_seconds for figure in figures if figure.added]
     step = f", a step of {statistics.median(steps) * 1e3:.1f} ms" if steps else ""
-    return table_of(
-        f"Checkpoints of other systems, and ours{step}", _COLUMNS, [row_of(figure) for figure in figures], _NOTE
-    )
+    return table_of(f"Checkpoints of other systems, and ours{step}", _COLUMNS, [*map(row_of, figures)], _NOTE)
 
 
 def row_of(figure: PeerFigure) -> list[str]:
@@ -328,38 +318,33 @@ def row_of(figure: PeerFigure) -> list[str]:
         *row,
         f"{statistics.median(kills.seconds):.2f} ({low:.2f} to {high:.2f})",
         "all: no copy is left" if not all(kills.resumed_from) else " or ".join(map(str, sorted(repeated))),
-        _bits(kills),
+        ""
+        if not all(kills.resumed_from)
+        else "yes"
+        if kills.steps_equal
+        else _OTHER_DATA
+        if kills.state_equal
+        else "no",
         "" if figure.system == _BASE else f"{kills.flip}{f': {kills.flip_said}' if kills.flip == 'noticed' else ''}",
         ", ".join(figure.behind),
     ]
-
-
-def _bits(kills: PeerKills) -> str:
-    if not all(kills.resumed_from):
-        return ""
-    return "yes" if kills.steps_equal else "those saved; later steps got other data" if kills.state_equal else "no"
 
 
 _BEGIN, _END = "<!-- written by `moe-ckpt bench peers` -->", "<!-- end of peers -->"
 
 
 def write_page(path: Path, figures: Sequence[PeerFigure], machine: Machine, options: SimpleNamespace) -> None:
-    """Put the table into the page at `path`, in the place of an older one.
-
-    Raises:
-        ConfigurationError: the page has no place for it.
-    """
+    """Put the table into the page at `path`, in its marked place. Raises `ConfigurationError` if the page has none."""
     text = path.read_text(encoding="utf-8")
     if text.count(_BEGIN) != 1 or _END not in text.partition(_BEGIN)[2]:
         raise ConfigurationError(f"{path} has no `{_BEGIN}` with `{_END}` after it. Put both where the table belongs.")
     before, _, rest = text.partition(_BEGIN)
-    path.write_text(
-        f"{before}{_BEGIN}\n\n{page_of(figures, machine, options)}\n{_END}{rest.partition(_END)[2]}", encoding="utf-8"
-    )
+    page = page_of(figures, machine, options)
+    path.write_text(f"{before}{_BEGIN}\n\n{page}\n{_END}{rest.partition(_END)[2]}", encoding="utf-8")
 
 
 def page_of(figures: Sequence[PeerFigure], machine: Machine, options: SimpleNamespace) -> str:
-    """Return the table in Markdown, under the machine that it holds for."""
+    """Return the table in Markdown, under its machine."""
     params = ModelSize(
         num_blocks=options.blocks, model_dim=options.dim, num_experts=options.experts, expert_dim=4 * options.dim
     ).num_params()
@@ -375,12 +360,7 @@ def page_of(figures: Sequence[PeerFigure], machine: Machine, options: SimpleName
 
 
 def draw(figures: Sequence[PeerFigure], path: Path) -> None:
-    """Draw what is added to a step, with intervals.
-
-    Raises:
-        ModuleNotFoundError: there is no matplotlib.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    """Draw the time added to a step, with intervals. Raises `ModuleNotFoundError` without matplotlib."""
     from matplotlib.figure import Figure
 
     shown = [(figure, figure.added) for figure in figures if figure.added is not None][::-1]
@@ -394,6 +374,4 @@ def draw(figures: Sequence[PeerFigure], path: Path) -> None:
     axes.set_xlabel("ms added to a step, with the interval of the median; pale: not resolved", fontsize=8)
     axes.grid(visible=True, axis="x", color="#edf0f4")
     axes.set_axisbelow(True)
-    canvas: Any = FigureCanvasAgg(picture)
-    picture.set_dpi(80)
-    canvas.print_png(str(path))
+    picture.savefig(path, dpi=80, format="png")

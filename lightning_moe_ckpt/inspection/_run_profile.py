@@ -1,6 +1,6 @@
-"""Make a profile of what a run has measured: figures in its log, and sizes in the markers of a generation.
+"""Make a profile from a run's measurements: figures in its log, and sizes in the markers of a generation.
 
-What no start of the run has measured is left out and named. Nothing is guessed: the user may give such a number.
+Numbers without a measurement are left out and named. Nothing is guessed: the user may give such a number.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Document = dict[str, dict[str, Any]]
 
 _EXPERT = re.compile(r"(.*)/expert\.\d+")
 _SPREAD = 1.2
-"""Largest size of a restore over the smallest, from which on the time per byte can be told from the rest."""
+"""Least ratio of the largest restore to the smallest to tell the time per byte from the rest."""
 _FIRST_STEPS = 6
-"""Steps after a start, from which on the log's figures of steps leave out what is not ordinary."""
+"""Steps of a start until the log's figures leave out unusual steps."""
 _UNKNOWN = {
     "training.step_seconds": "no start took enough steps for a figure in the log",
     "model.operators": "no generation that could be restored is stored",
@@ -41,14 +41,14 @@ _UNKNOWN = {
     "costs.replay_factor": "no start repeated steps",
     "costs.repair": "the log does not say when a lost machine is back",
 }
-"""Numbers that a profile wants, each with the reason why a run may not have measured it."""
+"""Numbers of a profile, each with the reason why a run may lack a measurement."""
 
 
 def write_profile(view: RunView, out: Path, given: Sequence[tuple[str, object]], *, force: bool) -> Answer:
     """Write the profile of a run, with `given` values on top, by name.
 
     Raises:
-        ConfigurationError: the file exists, a name or value of `given` is no profile's, or a number that a profile must have is missing.
+        ConfigurationError: the file exists, a name or value of `given` is no profile's, or a required number is missing.
     """
     if out.exists() and not force:
         raise ConfigurationError(f"{out} exists. Give another name, or --force to replace it.")
@@ -71,7 +71,7 @@ def write_profile(view: RunView, out: Path, given: Sequence[tuple[str, object]],
 
 
 def profile_of(view: RunView) -> tuple[Document, dict[str, str]]:
-    """Return what is known of a run as a profile's document, and where each number comes from, by name."""
+    """Return a profile's document with the numbers known of a run, and each number's source by name."""
     starts = _starts(view)
     document, sources = Document({name: {} for name in ("training", "model", "cluster", "speeds", "costs")}), {}
 
@@ -112,7 +112,7 @@ def _starts(view: RunView) -> list[list[Figures]]:
 
 
 def _put_steps(starts: Sequence[Sequence[Figures]], put: Put) -> None:
-    """Put costs of steps: means over starts, each weighing as many steps as it took."""
+    """Put costs of steps: means over starts, weighted by their steps."""
     rows = [(start[-1]["measured"], float(start[-1]["steps"])) for start in starts]
     said = f"mean of {sum(steps for _, steps in rows):.0f} steps in {len(rows)} starts"
 
@@ -159,7 +159,7 @@ def _counted(figures: Figures) -> int:
 
 
 def _put_failures(starts: Sequence[Sequence[Figures]], document: Document, put: Put) -> None:
-    """Put costs of restarts: medians over starts that resumed."""
+    """Put costs of restarts: medians over resumed starts."""
     resumed = [start for start in starts if start[-1]["resumed_from"] is not None]
     own = [start[-1]["measured"]["own"] for start in resumed]
     said = f"median of {len(own)} starts"
@@ -167,10 +167,8 @@ def _put_failures(starts: Sequence[Sequence[Figures]], document: Document, put: 
         put(f"costs.{part}", _median(each[part] for each in own), said)
     if starts and starts[0][-1]["resumed_from"] is None:
         put("costs.startup_all", starts[0][-1]["measured"]["own"]["startup"], "the first start, launcher included")
-    restores = [
-        (sum(start[-1]["measured"]["restored_nbytes"].values()), start[-1]["measured"]["own"]["restore"])
-        for start in resumed
-    ]
+    measured = [start[-1]["measured"] for start in resumed]
+    restores = [(sum(each["restored_nbytes"].values()), each["own"]["restore"]) for each in measured]
     sizes = [nbytes for nbytes, _ in restores if nbytes]
     per_nbyte, fixed = 0.0, _median(seconds for _, seconds in restores)
     if sizes and max(sizes) > _SPREAD * min(sizes):
@@ -187,7 +185,7 @@ def _put_failures(starts: Sequence[Sequence[Figures]], document: Document, put: 
 
 
 def _warm_up(start: Sequence[Figures], step: float) -> float | None:
-    """Return the seconds that the first steps of a start took beyond ordinary ones, from the first entry that has enough of them."""
+    """Return the seconds of a start's first steps beyond ordinary steps', from the first entry with enough of them."""
     for figures in start:
         own, number = figures["measured"]["own"], figures["steps"] - figures["measured"]["repeated_steps"]
         if number >= _FIRST_STEPS:
@@ -196,7 +194,7 @@ def _warm_up(start: Sequence[Figures], step: float) -> float | None:
 
 
 def _model(markers: Iterable[RankMarker]) -> dict[str, Any]:
-    """Return the model's sizes, and the operators of the rank that writes most."""
+    """Return the model's sizes, and the operators of the rank with most bytes."""
     params, experts, of_ranks = dict[tuple[str, str], int](), dict[str, str](), list[dict[str, list[int]]]()
     for marker in markers:
         full, read = Counter[str](), Counter[str]()

@@ -3,12 +3,12 @@
     birth of a process ... begin ... first batch ... a step ... a step | killed        the next one ... begin
     startup                restore   repeated        lost       productive    detection   startup      restore
 
-Time goes to the part that is under way. Steps decide which that is: up to the restored generation they are repeated, up to the newest
+Time goes to the part under way, by the step: up to the restored generation steps are repeated, up to the newest
 step of before they were lost, and behind it they count. Of productive time hooks and slower steps are taken away. So parts meet
 without gaps, and their sum is wall time.
 
-The account is written at every step, into a few bytes that a kill of the process leaves: then the next process goes on from the newest one of all
-ranks. The time since is divided by what is known of the processes and their launcher, see `gap`. Times are seconds since 1970.
+The account is written at every step, into a few bytes left by a kill of the process: then the next process goes on from the newest account
+of all ranks. The time since is divided by the starts of processes and launchers, see `gap`. Times are seconds since 1970.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lightning_moe_ckpt.goodput import PARTS, Goodput
 from lightning_moe_ckpt.process._stall import HookClock
 
 ACCOUNT_NBYTES = 256
-"""Bytes that an account takes."""
+"""An account's bytes."""
 
 _MAGIC = b"goodput1"
 _PHASE = struct.Struct(f"<8sqqddd{len(PARTS)}d")
@@ -47,7 +47,7 @@ class Balance(NamedTuple):
 
     @classmethod
     def read(cls, page: bytes) -> Balance | None:
-        """Return the state that a process has left in these bytes; `None` without any."""
+        """Return the state left by a process in these bytes; `None` without any."""
         magic, index, reached, began, hooks, slowed, *parts = _PHASE.unpack_from(page)
         step, at, hooks_now, slowed_now = _STEP.unpack_from(page, _PHASE.size)
         if magic != _MAGIC:
@@ -69,27 +69,27 @@ class Balance(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """What a rank knows of its start."""
+    """Times of a rank's start."""
 
     birth: float
     """Start of the process; end of the account before, if this process has kept one."""
     launcher: float
     """Start of the launcher, or of the process itself if nothing looks after it."""
     noticed: float
-    """Time at which a supervisor has acted on the newest failure; 0 for never."""
+    """Time of a supervisor's act on the newest failure; 0 for never."""
     again: bool
     """Whether this process has kept an account before."""
 
     @classmethod
     def here(cls, noticed: float) -> Origin:
-        """Return what is known of this process."""
+        """Return the origin of this process."""
         own, ended = _started(os.getpid()), RunAccount.ended.get(os.getpid())
         launched = _started(os.getppid()) if "TORCHELASTIC_RUN_ID" in os.environ else own
         return cls(max(own, ended or 0.0), min(launched, own), noticed, ended is not None)
 
 
 def _started(pid: int) -> float:
-    """Return when a process was started; this moment for one that has ended, or cannot be seen."""
+    """Return the start of a process; this moment for an ended or invisible process."""
     with suppress(OSError, ValueError):
         ticks = int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
         return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
@@ -97,10 +97,10 @@ def _started(pid: int) -> float:
 
 
 def gap(last: float, ranks: Sequence[Origin], now: float) -> Goodput:
-    """Divide the time from the last sign of life to the begin of restoring, which is `now`.
+    """Divide the time from the last sign of life to `now`, the begin of restoring.
 
-    Somebody has acted on the failure when a supervisor says so, or else when a process was started. A launcher that is younger than
-    the last sign of life was waited for; if all are, there was nobody who could have acted.
+    Somebody has acted on the failure when a supervisor says so, or else when a process was started. A launcher younger than the
+    last sign of life was waited for; if all are, nobody could have acted.
     """
     launchers = [each.launcher for each in ranks]
     acts = [at for each in ranks for at in (each.noticed, each.birth) if at > last]
@@ -127,19 +127,19 @@ class RunAccount:
     Args:
         clock: time in hooks.
         known: accounts of earlier incarnations.
-        ranks: what all ranks know of their starts.
+        ranks: origins of all ranks.
         began: `time.monotonic()` at the begin of restoring.
     """
 
     ended: ClassVar[dict[int, float]] = {}
-    """End of the newest account that a process has kept, by its id: a fork has kept none."""
+    """End of the newest account of a process, by process id: a fork has none."""
 
     def __init__(self, clock: HookClock, known: Sequence[Balance], ranks: Sequence[Origin], began: float) -> None:
         self._clock = clock
         self.beside: Slower = _NotSlower()
         """Measurement of slower steps, from `begin` on."""
         self.offset = time.time() - time.monotonic()
-        """Seconds to be added to `time.monotonic()`: a clock that is put right has no part in what was measured."""
+        """Seconds to add to `time.monotonic()`: setting the wall clock changes no measurement."""
         now, past = began + self.offset, max(known, default=None)
         if past is None:
             first = min(each.birth if each.again else each.launcher for each in ranks)
@@ -151,23 +151,23 @@ class RunAccount:
         self.reached = max((each.step for each in known), default=0)
         """Newest step of earlier incarnations."""
         self.covered = self.first = self.step = 0
-        """Step up to which the restored generation covers, step at which training goes on, and newest step since."""
+        """Last step of the restored generation's coverage, first step of training, and newest step since."""
         self.until = float("inf")
-        """Step behind which another part begins; negative until the first batch."""
+        """Step at the end of the part under way; negative until the first batch."""
         self._page: Any = bytearray(ACCOUNT_NBYTES)
         self._under_way = ("startup", now, 0.0, 0.0, past.goodput + between)
         """Part under way, when it began, hooks and slower steps then, and all parts then."""
         self.move(bytearray(ACCOUNT_NBYTES))
 
     def move(self, page: Any) -> None:
-        """Go on in another place of `ACCOUNT_NBYTES`, which can be written."""
+        """Go on in another writable place of `ACCOUNT_NBYTES`."""
         page[:ACCOUNT_NBYTES] = bytes(self._page[:ACCOUNT_NBYTES])
         self._page = page
         self.note = partial(_STEP.pack_into, page, _PHASE.size)
         """Writes a sign of life: step, `time.monotonic()` and `offset`, seconds of hooks, seconds of slower steps."""
 
     def begin(self, covered: int | None, first: int, beside: Slower) -> None:
-        """Note that a generation is about to be loaded that covers steps up to `covered`, from `first` on; `None` for a fresh start."""
+        """Note the begin of loading a generation with steps up to `covered`, for training from `first` on; `None` for a fresh start."""
         self.beside, self.until = beside, -1
         self.covered, self.first, self.step = covered or 0, first, first
         self._write(first)
@@ -176,18 +176,18 @@ class RunAccount:
             self._write(first)
 
     def waits(self) -> None:
-        """Note that this rank waits for others, which repeat steps, until its next batch."""
+        """Note a wait for other ranks' repeated steps until the next batch."""
         self.first = self.step = self.reached
         self._enter("repeated", self.reached)
 
     def passed(self, step: int) -> None:
-        """Note that training goes on behind `step`."""
+        """Note the begin of training behind `step`."""
         part = "repeated" if step < self.covered else "lost" if step < self.reached else "productive"
         self.until = {"repeated": self.covered, "lost": self.reached}.get(part, float("inf"))
         self._enter(part, step)
 
     def stepped(self, step: int) -> None:
-        """Note that training has come to a boundary."""
+        """Note a boundary of training."""
         if step >= self.until:
             self.passed(step)
         self.step = step
@@ -198,7 +198,7 @@ class RunAccount:
         self.note(self.step, time.monotonic() + self.offset, self._clock.ended, self.beside.slowed)
 
     def close(self) -> None:
-        """Let go of the place in which the account is."""
+        """Let go of the account's place."""
         self.move(bytearray(ACCOUNT_NBYTES))
         RunAccount.ended = {os.getpid(): time.time()}
 
@@ -210,7 +210,7 @@ class RunAccount:
         return Balance(now, max(self.reached, self.step), before + own)
 
     def signed(self) -> Balance:
-        """Return the state at the newest sign of life: what follows may be a wait for a rank that is gone."""
+        """Return the state at the newest sign of life: a wait for a lost rank may follow."""
         found = Balance.read(bytes(self._page))
         assert found is not None
         return found
@@ -221,12 +221,12 @@ class RunAccount:
         return {"at": round(at, 3), "step": step, **rounded(goodput)}
 
     def own(self) -> Goodput:
-        """Return the parts of this incarnation up to then, with the time since the last sign of life of the one before."""
+        """Return the parts of this incarnation up to then, with the time since the last sign of life of the incarnation before."""
         now, before = asdict(self.signed().goodput), asdict(self._before)
         return Goodput(**{name: max(0.0, now[name] - before[name]) for name in PARTS})
 
     def taken_again(self) -> dict[str, int]:
-        """Return the number of steps that were repeated, and that were lost."""
+        """Return the numbers of repeated and lost steps."""
         repeated = min(self.step, self.covered)
         lost = min(self.step, self.reached) - max(self.first, self.covered)
         return {"repeated": max(0, repeated - self.first), "lost": max(0, lost)}
@@ -260,7 +260,7 @@ def read_account(figures: object) -> Balance | None:
 
 
 def _divided(part: str, seconds: float, hooks: float, slowed: float) -> Goodput:
-    """Return the parts of `seconds` in one part, less hooks and slower steps if it is productive."""
+    """Return the parts of `seconds` in one part, less hooks and slower steps if productive."""
     if part != "productive":
         return Goodput(**{part: seconds})
     hooks = min(max(0.0, hooks), seconds)

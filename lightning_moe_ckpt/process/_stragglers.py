@@ -1,19 +1,19 @@
-"""Find ranks that are slower than others at what they do alone, although every rank's steps last equally long.
+"""Find ranks slower than others in their own work, although every rank's steps last equally long.
 
-Ranks wait for the slowest one in every collective, so their steps say nothing. What differs is *own work*: the time from
-the fetch of a batch until the rank first waits for others. Without expert parallelism that is fetch and forward, since
-gradients are exchanged in backward; with it, the part in front of the first layer whose tokens travel, which does not
-depend on how tokens are spread; in a pipeline, all of the stage's operations, each up to its first exchange. Hooks of this
-package do not count. On a CUDA device events measure it, so that the host, which runs ahead, does not.
+Ranks wait for the slowest one in every collective, so their steps say nothing. Only *own work* differs: the time from
+the fetch of a batch until the rank first waits for others. Without expert parallelism this is fetch and forward, since
+gradients are exchanged in backward; with it, the part in front of the first layer whose tokens travel, whatever the
+spread of tokens; in a pipeline, all of the stage's operations, each up to its first exchange. Hooks of this
+package do not count. On a CUDA device events measure own work, since the host runs ahead.
 
-So a rank with slow cores, clocks, memory or input is seen. A rank that is slow in backward or on the network alone is not,
-nor one under a strategy whose forward waits for others unseen (shards, synchronised batch normalisation): there all ranks
-seem equally slow. Stages have different work, so that a rank is compared with the ranks of its stage.
+So a rank with slow cores, clocks, memory or input is seen. A rank slow in backward or on the network alone is not,
+nor a rank under a strategy whose forward waits for others unseen (shards, synchronised batch normalisation): there all ranks
+seem equally slow. Stages have different work, so a rank is compared with the ranks of its stage.
 
-A *look* compares the ranks' mean own work of the newest steps, at least `_LOOK_STEPS` and `_LOOK_SECONDS`; its values come with
-votes that are exchanged anyway. A rank is slow from the `_LOOKS`-th look in a row on in which it takes `_FACTOR` times the
-median, until as many looks in a row find it below `_FACTOR_BACK`. Means, since a process that is stopped again and again is
-slow in few steps, by much; one such step in a while is in one look only.
+A *look* compares the ranks' mean own work of the newest steps, at least `_LOOK_STEPS` and `_LOOK_SECONDS`; its values travel
+with other votes. A rank is slow from the `_LOOKS`-th look in a row on with `_FACTOR` times the
+median, until as many looks in a row are below `_FACTOR_BACK`. Means, since a process stopped again and again is
+slow in few steps, by much; a single such step is in one look only.
 """
 
 from __future__ import annotations
@@ -36,26 +36,21 @@ _cuda: Any = torch.cuda
 """Events are partly untyped in torch."""
 
 _WARM_UP_STEPS = 5
-"""First steps of an incarnation, which are slower than later steps."""
+"""First, slower steps of an incarnation."""
 _LOOK_STEPS, _LOOK_SECONDS = 64, 10.0
 """Least steps, and least seconds, in a look."""
 _LOOKS = 3
-"""Looks in a row that make a rank slow, and that end it."""
+"""Looks in a row before a rank counts as slow, or no longer does."""
 _FACTOR, _FACTOR_BACK = 1.3, 1.2
-"""Multiples of the median from which a rank is slow, and below which it is no longer."""
+"""Least multiples of the median: to become slow, and to stay slow."""
 _LEAST_SECONDS = 5e-4
-"""Least seconds per step beyond the median that are worth a word."""
+"""Least seconds per step beyond the median for a warning."""
 _MOST_STEPS = 1000
 _PPM = 1_000_000
 
 
 class OwnWork:
-    """Measures for how long this rank works in each step until it waits for others.
-
-    Args:
-        outside: returns seconds that run on outside of hooks only, see `HookClock.outside`.
-        device: device of training.
-    """
+    """Measure this rank's time in each step until the first wait for others, by the clock `outside` of hooks, or by events of a CUDA `device`."""
 
     _under_way: ClassVar[OwnWork | None] = None
 
@@ -65,7 +60,7 @@ class OwnWork:
         self._spans: list[tuple[Any, Any]] = []
         """Begins and ends of the step under way."""
         self._passing: deque[list[tuple[Any, Any]]] = deque()
-        """Steps that a device may not have reached yet."""
+        """Steps perhaps still ahead of the device."""
         self._left_out, self._since = _WARM_UP_STEPS, time.perf_counter()
         self.steps: deque[float] = deque(maxlen=_MOST_STEPS)
         """Seconds of each step since the last look."""
@@ -75,7 +70,7 @@ class OwnWork:
         self._began, OwnWork._under_way = self._mark(), self
 
     def end(self) -> None:
-        """Note that other ranks are waited for from here on; without a begin nothing happens."""
+        """Note the begin of a wait for other ranks; without a begin nothing happens."""
         if self._began is not None:
             self._spans.append((self._began, self._mark()))
             self._began = OwnWork._under_way = None
@@ -87,7 +82,7 @@ class OwnWork:
             cls._under_way.end()
 
     def stepped(self, *, counts: bool) -> None:
-        """Note that a step has ended; one of a replay does not count."""
+        """Note a step's end; steps of a replay do not count."""
         spans, self._spans = self._spans, []
         if self._left_out or not counts:
             self._left_out = max(0, self._left_out - counts)
@@ -122,11 +117,11 @@ class StragglerFigures:
     """Ranks' own work at the newest look, the same on all ranks."""
 
     seconds: tuple[float, ...] = ()
-    """Seconds per step that each rank works until it waits for others, by rank; empty before the first look."""
+    """Seconds per step of own work until a wait for others, by rank; empty before the first look."""
     factors: tuple[float, ...] = ()
     """The same as multiples of the median of the ranks of the same stage."""
     slow: dict[int, float] = field(default_factory=dict)
-    """Factors of the ranks that are slow for long enough, by rank."""
+    """Factors of slow ranks, by rank."""
     hosts: tuple[str, ...] = ()
     """Host name of each rank."""
 
@@ -139,12 +134,7 @@ class StragglerFigures:
 
 
 class Stragglers:
-    """Decides which ranks are slow, alike on all ranks.
-
-    Args:
-        work: own work of this rank.
-        stage_size: number of ranks that have equal work: consecutive ones.
-    """
+    """Decide which ranks are slow, alike on all ranks, by comparing each `stage_size` consecutive ranks, which have equal work."""
 
     def __init__(self, work: OwnWork, stage_size: int) -> None:
         self.work, self._stage_size = work, stage_size
@@ -153,7 +143,7 @@ class Stragglers:
         self.figures = StragglerFigures()
         """Figures of the newest look."""
         self._looks: dict[int, int] = {}
-        """Newest looks in a row that speak for a change, by rank."""
+        """Newest looks in a row in favour of a change, by rank."""
         self._since: dict[int, float] = {}
 
     def vote(self) -> int:
@@ -176,11 +166,9 @@ class Stragglers:
             changes = self._looks[rank] >= _LOOKS
             if was is not changes:
                 slow[rank] = factor
-        before, self.figures = (
-            self.figures,
-            StragglerFigures(seconds=tuple(seconds), factors=tuple(factors), slow=slow, hosts=self.hosts),
-        )
-        for rank in sorted(slow.keys() ^ before.slow.keys()):
+        was_slow = self.figures.slow
+        self.figures = StragglerFigures(seconds=tuple(seconds), factors=tuple(factors), slow=slow, hosts=self.hosts)
+        for rank in sorted(slow.keys() ^ was_slow.keys()):
             self._say(rank, medians[rank // size])
 
     def _say(self, rank: int, median: float) -> None:

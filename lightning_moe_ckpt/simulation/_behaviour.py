@@ -1,4 +1,4 @@
-"""What a checkpointing system adds to a run: seconds of each step, and places that a restart finds generations in.
+"""A checkpointing system's additions to a run: seconds of each step, and places with generations for a restart.
 
 Systems differ in nothing else, so the simulation knows no system (`_systems.py` has them).
 """
@@ -25,60 +25,60 @@ class SimulatedTier:
     name: str
     """Memory of the node, other nodes, or storage."""
     survives: Scope
-    """Largest failure after which its generations are still there."""
+    """Largest failure survived by its generations."""
     every: int
-    """Steps from one generation to the next."""
+    """Steps between generations."""
     lag: float
     """Seconds from a generation's last step until the place has all of it."""
     restore: float
-    """Seconds to bring and load one."""
+    """Seconds to bring and load a generation."""
     nbytes: float
-    """Bytes that it takes per step, of all ranks."""
+    """Bytes per step, all ranks together."""
     copies: int = 0
-    """Copies on other nodes; one node more lost at once may be one too many."""
+    """Copies on other nodes; losses beyond their number at once may take the state."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Behaviour:
-    """What a system adds to a run with a certain profile, until a failure changes it."""
+    """A system's additions to a run with a certain profile, until a failure changes them."""
 
     places: tuple[SimulatedTier, ...] = ()
-    """Places to restore from, those that are restored fastest first. Without any a failure leads back to the run's start."""
+    """Places to restore from, fastest first. Without any a failure leads back to the run's start."""
     hooks: float = 0.0
-    """Seconds that training waits in a step, on average."""
+    """Mean seconds per step for which training waits."""
     slowed: float = 0.0
-    """Seconds by which a step is longer, on average."""
+    """Mean seconds per step by which training is slower."""
     startup: float
     """Seconds from acting on a failure until restoring begins."""
     replayed: int = 0
-    """Steps that a restored generation covers and that are repeated to make it dense."""
+    """Steps repeated to make a restored generation dense."""
     replay: float = 0.0
     """Seconds of such a step."""
     again: float
-    """Seconds of a step that was lost and is taken again, without hooks."""
+    """Seconds of a lost step taken again, without hooks."""
     host_memory: float = 0.0
     """Bytes of generations on a node."""
     taken: float = 1.0
-    """Part of each layer's experts that a generation takes."""
+    """Part of each layer's experts in a generation."""
     unsaved: float = 0.0
-    """Steps of training that a failure loses for good, as a mean over all parameters."""
+    """Steps lost for good by a failure, as a mean over all parameters."""
     notes: dict[str, float] = field(default_factory=dict)
-    """Settings that the system has chosen, such as its interval, for tables."""
+    """Settings chosen by the system, such as its interval, for tables."""
 
     @property
     def extra(self) -> float:
-        """Seconds that a step takes beyond training."""
+        """Seconds per step beyond training."""
         return self.hooks + self.slowed
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedWindow:
-    """A sparse window of one rank, as the planner has it."""
+    """A rank's sparse window, as planned."""
 
     nbytes: tuple[int, ...]
     """Bytes of each step."""
     frozen: float
-    """Parameters that wait for their full state, as a part of all, on average over the steps of a replay."""
+    """Mean part of the parameters without full state in the steps of a replay."""
 
     @property
     def total(self) -> int:
@@ -88,7 +88,7 @@ class PlannedWindow:
 
 @lru_cache
 def rank_items(profile: Profile) -> tuple[PlanItem, ...]:
-    """Return what a rank of the largest pipeline stage writes: each byte has one writer, and all ranks write alike."""
+    """Return the items of a rank in the largest pipeline stage: each byte has one writer, and all ranks write alike."""
     model, cluster = profile.model, profile.cluster
     if model.operators:
         return tuple(PlanItem(f"operator.{i}", full, compute, i) for i, (full, compute) in enumerate(model.operators))
@@ -106,7 +106,7 @@ def rank_items(profile: Profile) -> tuple[PlanItem, ...]:
 
 @lru_cache
 def full_nbytes(profile: Profile) -> int:
-    """Return the bytes of everything that a rank writes."""
+    """Return a rank's bytes of everything."""
     return sum(item.full_nbytes for item in rank_items(profile))
 
 
@@ -144,23 +144,13 @@ def _cut(items: Sequence[PlanItem], nbytes: int) -> tuple[PlanItem, ...]:
 
 
 def places_of(
-    profile: Profile,
-    steps: Sequence[float],
-    every: int,
-    *,
-    replicas: int = 0,
-    storage_every: int | None = None,
+    profile: Profile, steps: Sequence[float], every: int, *, replicas: int = 0, storage_every: int | None = None,
     restored: float | None = None,
-) -> tuple[SimulatedTier, ...]:
-    """Return memory, other nodes and storage, which take every generation that they are fast enough for.
+) -> tuple[SimulatedTier, ...]:  # fmt: skip
+    """Return memory, other nodes and storage, each with as many generations as its speed allows.
 
-    Args:
-        profile: of the run.
-        steps: bytes of one rank in each step of a generation.
-        every: steps from one generation to the next.
-        replicas: copies on other nodes.
-        storage_every: least steps between generations in storage; 0 for no storage.
-        restored: bytes of one rank that a restore brings; by default a generation.
+    `steps` are a rank's bytes in each step of a generation, taken `every` so many steps, and `restored` its bytes in a restore, by default the same.
+    `storage_every` is the least number of steps between generations in storage, 0 for no storage.
     """
     speeds, cluster, costs, step = profile.speeds, profile.cluster, profile.costs, profile.step_seconds
     # Ranks of smaller pipeline stages write less than the largest stage's, of which `steps` are.
@@ -168,48 +158,37 @@ def places_of(
     whole = nbytes if restored is None else restored
     here = costs.restore_fixed + whole * costs.restore_per_nbyte
     taken = steps[-1] / speeds.device_host
-    found = [
-        SimulatedTier(
-            name=MEMORY_OF_NODE, survives="process", every=every, lag=taken, restore=here, nbytes=nbytes * ranks / every
-        )
-    ]
+    tiers: list[tuple[str, Scope, int, float, float, int]] = [(MEMORY_OF_NODE, "process", every, taken, 0.0, 0)]
     if replicas and cluster.nodes > 1:
         second = cluster.ranks_per_node * replicas / speeds.host_host
         kept = every * max(1, math.ceil(nbytes * second / (every * step)))
         way = whole * cluster.ranks_per_node / speeds.host_host
-        place = SimulatedTier(name=OTHER_NODES, survives="node", every=kept, lag=taken + steps[-1] * second, restore=here + way,
-                      nbytes=nbytes * ranks * replicas / kept, copies=replicas)  # fmt: skip
-        found.append(place)
+        tiers.append((OTHER_NODES, "node", kept, taken + steps[-1] * second, way, replicas))
     if storage_every != 0:
         put = nbytes * ranks / speeds.storage
         kept = every * math.ceil(max(storage_every or 1, put / step) / every)
-        way = whole * ranks / speeds.storage
-        place = SimulatedTier(
-            name=STORED,
-            survives="cluster",
-            every=kept,
-            lag=taken + put,
-            restore=here + way,
-            nbytes=nbytes * ranks / kept,
-        )
-        found.append(place)
-    return tuple(found)
+        tiers.append((STORED, "cluster", kept, taken + put, whole * ranks / speeds.storage, 0))
+    return tuple(
+        SimulatedTier(name=name, survives=survives, every=kept, lag=lag, restore=here + way, copies=copies,
+                      nbytes=nbytes * ranks * max(1, copies) / kept)
+        for name, survives, kept, lag, way, copies in tiers
+    )  # fmt: skip
 
 
 def _evenness(profile: Profile) -> float:
-    """Return the mean bytes that a rank writes, as a part of what a rank of the largest stage does."""
+    """Return a rank's mean bytes, as a part of a rank's in the largest stage."""
     if profile.model.operators:
         return 1.0
     return profile.model.params * profile.model.nbytes_state / profile.ranks / full_nbytes(profile)
 
 
 def stall(profile: Profile, nbytes: float) -> float:
-    """Return the seconds that training waits for a step's copies, which the next optimizer step must not overtake."""
+    """Return the seconds for which training waits for a step's copies: the next optimizer step must not overtake them."""
     return max(0.0, nbytes / profile.speeds.device_host - profile.step_seconds)
 
 
 def memory_of(profile: Profile, nbytes: float, replicas: int) -> float:
-    """Return the bytes on a node of two generations, one whole and one under way, its own and those kept for others."""
+    """Return a node's bytes for two generations, the newest whole and the next, copies for other nodes included."""
     return 2 * nbytes * profile.cluster.ranks_per_node * (1 + (replicas if profile.cluster.nodes > 1 else 0))
 
 

@@ -1,4 +1,4 @@
-"""Choose how a run takes checkpoints: of all candidates the one with the best expected goodput that fits into memory.
+"""Choose how a run takes checkpoints: the best expected goodput that fits into memory wins.
 
 Candidates are a policy, a window, copies on other nodes and experts taken. For each of them the steps between generations and the time
 between generations in storage are searched for, by turns.
@@ -15,7 +15,7 @@ from typing import Any
 
 from lightning_moe_ckpt._units import size_text, time_text
 from lightning_moe_ckpt.errors import ConfigurationError
-from lightning_moe_ckpt.goodput import PARTS, Goodput
+from lightning_moe_ckpt.goodput import Goodput
 from lightning_moe_ckpt.planning._forecast import forecast_run
 from lightning_moe_ckpt.policies import DensePolicy, DifferentialPolicy, PartialPolicy, Policy, SparsePolicy
 from lightning_moe_ckpt.simulation._behaviour import STORED, Behaviour, rank_items
@@ -25,52 +25,52 @@ from lightning_moe_ckpt.simulation._profile import Profile
 from lightning_moe_ckpt.simulation._systems import Ours
 
 EVERY_MEMORY = 0.05
-"""Part of the failures that reach every node's memory, where they usually reach less."""
+"""Part of the failures in which every node's memory is lost, where usually less is."""
 _WINDOWS = (2, 3, 4, 5, 6, 8, 12, 16)
 _BASES = (16, 32, 64, 128, 256)
 """Steps between full states with differences between them."""
 _STORAGE_SECONDS = (10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0, 3600.0)
-"""Times between generations in storage; more than an hour is no choice, whatever it saves."""
+"""Times between generations in storage; more than an hour is no choice, whatever the savings."""
 _NEAR = 1.1
-"""Factor between steps that are told apart."""
+"""Least factor between intervals told apart."""
 _SPARES_SHORT = 0.01
-"""Largest chance that more machines are away than there are spares."""
+"""Largest chance for more machines away than spares."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """A way to take checkpoints, and what is expected of it."""
+    """A way to take checkpoints, with expected goodput and costs."""
 
     system: Ours
     """Policy and settings."""
     goodput: Goodput
-    """Parts of a mean cycle from one failure's end to the next, in seconds."""
+    """Parts of a mean cycle between failures, in seconds."""
     window: int
     """Steps of a generation."""
     every: int
-    """Steps from one generation to the next."""
+    """Steps between generations."""
     storage_seconds: float
-    """Seconds from one generation in storage to the next."""
+    """Seconds between generations in storage."""
     storage_nbytes_per_hour: float
-    """Bytes that storage gets in an hour, of all ranks."""
+    """Bytes to storage in an hour, all ranks together."""
     host_nbytes: int
     """Bytes of shared memory on a node, with two generations."""
     lost_portion: float
-    """Portion of tokens that failures lose for good; 0 for exact policies."""
+    """Portion of tokens lost for good; 0 for exact policies."""
     spares: int
     """Spare machines, or waiting processes."""
     plans_storage: bool
-    """Whether storage takes less than it could."""
+    """Whether storage rests between generations."""
 
     @property
     def label(self) -> str:
-        """Policy, with what tells it from others."""
+        """Policy, with its distinctive setting."""
         more = {"sparse": f", window {self.window}", "partial": f", k {self.system.k}"}.get(self.system.policy, "")
         return f"{self.system.policy}{more}"
 
     @property
     def overhead(self) -> float:
-        """Part of training's time that checkpoints take in hooks and by slower steps."""
+        """Part of training's time in hooks and by slower steps."""
         parts = self.goodput
         return (parts.hooks + parts.slowed) / (parts.productive + parts.hooks + parts.slowed)
 
@@ -99,7 +99,7 @@ class PlannedRun:
     def document(self) -> dict[str, Any]:
         """Return everything as JSON values."""
         name, given = self.callback()
-        figures = (
+        figures = [
             "window",
             "every",
             "storage_seconds",
@@ -107,7 +107,7 @@ class PlannedRun:
             "host_nbytes",
             "lost_portion",
             "spares",
-        )
+        ]
         return {
             "policy": self.system.policy,
             "replicas": self.system.replicas,
@@ -119,25 +119,13 @@ class PlannedRun:
 
 
 def choose(
-    profile: Profile,
-    mtbf: float,
-    *,
-    scope: Scope | None = None,
-    allow_loss: float = 0.0,
-    host_nbytes: int | None = None,
-    replicas: int | None = None,
-    policies: Sequence[str] = ("sparse", "dense", "differential", "partial"),
-) -> list[PlannedRun]:
-    """Return the best way to take checkpoints, and behind it the next best ones that differ in policy, window or experts: three at most.
+    profile: Profile, mtbf: float, *, scope: Scope | None = None, allow_loss: float = 0.0, host_nbytes: int | None = None,
+    replicas: int | None = None, policies: Sequence[str] = ("sparse", "dense", "differential", "partial"),
+) -> list[PlannedRun]:  # fmt: skip
+    """Return the best ways to take checkpoints, best first, different in policy, window or experts: three at most.
 
-    Args:
-        profile: of the run.
-        mtbf: mean seconds between failures of the whole run.
-        scope: what most failures take; `None` for a node where there are several, else a process.
-        allow_loss: largest portion of tokens that may be lost for good; 0 for policies whose restarts are exact.
-        host_nbytes: most bytes of shared memory on a node; `None` for no limit.
-        replicas: copies on other nodes; `None` to choose.
-        policies: those that are compared.
+    The whole run fails every `mtbf` seconds, usually with the loss `scope`: by default a node where there are several, else a process. `allow_loss` is
+    the largest portion of tokens that may be lost for good. `host_nbytes` limits a node's shared memory. `replicas` on other nodes are chosen if `None`.
 
     Raises:
         ConfigurationError: no checkpoint can help at this rate, an argument is out of range, or nothing fits into memory.
@@ -168,17 +156,18 @@ def choose(
 
 
 def reasons(planned: Sequence[PlannedRun]) -> list[str]:
-    """Return in a sentence for each alternative why it comes later: the parts by which it loses most, and by which it gains."""
+    """Return a sentence for each alternative: its deficit, and the parts with the largest losses and gains."""
     best, *others = planned
-    return [_reason(best, other) for other in others]
-
-
-def _reason(best: PlannedRun, other: PlannedRun) -> str:
-    ours, theirs = best.goodput.shares(), other.goodput.shares()
-    more = {name: 100 * (theirs[name] - ours[name]) for name in PARTS if name != "productive"}
-    told = sorted((name for name in more if abs(more[name]) >= 0.005), key=lambda name: -abs(more[name]))[:3]
-    why = ", ".join(f"{abs(more[name]):.2f} {'more' if more[name] > 0 else 'less'} {name}" for name in told)
-    return f"{other.label}: {100 * (best.goodput.share - other.goodput.share):.2f} points less{why and f': {why}'}"
+    said, ours = list[str](), best.goodput.shares()
+    for other in others:
+        more = {
+            name: 100 * (part - ours[name]) for name, part in other.goodput.shares().items() if name != "productive"
+        }
+        told = sorted((name for name in more if abs(more[name]) >= 0.005), key=lambda name: -abs(more[name]))[:3]
+        why = ", ".join(f"{abs(more[name]):.2f} {'more' if more[name] > 0 else 'less'} {name}" for name in told)
+        less = 100 * (best.goodput.share - other.goodput.share)
+        said.append(f"{other.label}: {less:.2f} points less{why and f': {why}'}")
+    return said
 
 
 def _refuse_hopeless(profile: Profile, mtbf: float) -> None:
@@ -197,7 +186,7 @@ def _refuse_hopeless(profile: Profile, mtbf: float) -> None:
 
 
 def _candidates(profile: Profile, allow_loss: float, replicas: int | None) -> Iterator[Ours]:
-    """Yield candidates without the steps and times that are searched for."""
+    """Yield candidates without intervals."""
     copies = [0] if profile.cluster.nodes == 1 else [each for each in (0, 1, 2) if each < profile.cluster.nodes]
     most, experts = len(rank_items(profile)), profile.model.experts
     for number in copies if replicas is None else [replicas]:
@@ -211,7 +200,7 @@ def _candidates(profile: Profile, allow_loss: float, replicas: int | None) -> It
 
 
 class _Search:
-    """Search of cadences for one profile and rate of failures."""
+    """Search for intervals, with a profile and a rate of failures."""
 
     def __init__(self, profile: Profile, mtbf: float, scope: Scope) -> None:
         self._profile, self._mtbf, self._scope = _with_spares(profile, mtbf), mtbf, scope
@@ -230,17 +219,11 @@ class _Search:
         cycle = self._cycle(behaviour)
         hourly = stored.nbytes * 3600 / (step + behaviour.extra)
         return PlannedRun(
-            system=found,
-            goodput=cycle,
-            window=found.window or 1,
-            every=found.every_n_steps or 1,
-            storage_seconds=stored.every * (step + behaviour.extra),
-            storage_nbytes_per_hour=hourly * cycle.share,
-            host_nbytes=round(behaviour.host_memory),
-            lost_portion=behaviour.unsaved * step / max(cycle.productive, step),
-            spares=self._profile.cluster.spares,
-            plans_storage=bool(found.storage_every),
-        )
+            system=found, goodput=cycle, window=found.window or 1, every=found.every_n_steps or 1,
+            storage_seconds=stored.every * (step + behaviour.extra), plans_storage=bool(found.storage_every),
+            storage_nbytes_per_hour=hourly * cycle.share, host_nbytes=round(behaviour.host_memory),
+            lost_portion=behaviour.unsaved * step / max(cycle.productive, step), spares=self._profile.cluster.spares,
+        )  # fmt: skip
 
     def _at_best_interval(self, system: Ours) -> Ours:
         """Return the candidate with its best steps between generations: of powers of 4 times a window, then closer and closer."""
@@ -265,10 +248,8 @@ class _Search:
         usual = mean_cycle(self._profile, behaviour, self._mtbf, self._scope)
         if not self._rarely:
             return usual
-        rare = asdict(mean_cycle(self._profile, behaviour, self._mtbf, "cluster"))
-        return Goodput(
-            **{name: (1 - self._rarely) * each + self._rarely * rare[name] for name, each in asdict(usual).items()}
-        )
+        rare, often = asdict(mean_cycle(self._profile, behaviour, self._mtbf, "cluster")), 1 - self._rarely
+        return Goodput(**{name: often * each + self._rarely * rare[name] for name, each in asdict(usual).items()})
 
 
 def _with_spares(profile: Profile, mtbf: float) -> Profile:
@@ -290,10 +271,7 @@ def _memory(profile: Profile, planned: PlannedRun) -> int:
     model, cluster, system = profile.model, profile.cluster, planned.system
     described = {
         "config": None,
-        "layers": model.layers,
-        "experts": model.experts,
-        "params": model.params,
-        "expert_params": model.expert_params,
+        **{name: getattr(model, name) for name in ("layers", "experts", "params", "expert_params")},
     }
     described |= {"nodes": cluster.nodes, "ranks_per_node": cluster.ranks_per_node, "replicas": system.replicas}
     described |= {"expert_parallel": cluster.expert_parallel, "stages": cluster.pipeline}

@@ -1,10 +1,10 @@
 """The expected course of a run under a Poisson process of failures, in closed form.
 
-A cycle is a recovery, which a failure begins anew, and the training until the next failure. In training of random length X a
-run completes generations of E steps: one for each k with k E steps and the place's lag within X, so E sum(exp(-(k E c + lag) / MTBF)) steps
-stay, of which c is the seconds. All that was trained beyond them is taken again in the next cycle.
+A cycle is a recovery, begun anew by each failure within, and the training until the next failure. In training of random length X a
+run completes generations of E steps: one for each k with k E steps and the place's lag within X, so E sum(exp(-(k E c + lag) / MTBF)) steps of c seconds
+stay. All steps beyond are taken again in the next cycle.
 
-Differs from MoEvement (2026), Sec. 2.4, in counting failures during recovery, steps in flight, and what comes before restoring.
+Differs from MoEvement (2026), Sec. 2.4, in counting failures during recovery, steps in flight, and the time before restoring.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from lightning_moe_ckpt.simulation._failures import SCOPES, Scope
 from lightning_moe_ckpt.simulation._profile import Profile
 
 _HOPELESS = 100.0
-"""Recovery, in mean times between failures, from which on none ever ends."""
+"""Shortest hopeless recovery, in mean times between failures."""
 
 
 def mean_cycle(profile: Profile, behaviour: Behaviour, mtbf: float, scope: Scope = "node") -> Goodput:
-    """Return the mean seconds of a cycle by part; of one step if there are no failures. The run's first start is not in it."""
+    """Return the mean seconds of a cycle by part; of a step without failures. The run's first start is left out."""
     step, extra = profile.step_seconds, behaviour.extra
     if mtbf == math.inf:
         return Goodput(productive=step, hooks=behaviour.hooks, slowed=behaviour.slowed)
@@ -41,15 +41,11 @@ def mean_cycle(profile: Profile, behaviour: Behaviour, mtbf: float, scope: Scope
         left -= seconds / mtbf
     again = mtbf / (step + extra) - kept
     first = max(0.0, (mtbf - again * (behaviour.again + extra)) / (step + extra))
-    return Goodput(**parts) + Goodput(
-        productive=first * step,
-        lost=again * behaviour.again,
-        hooks=(first + again) * behaviour.hooks,
-        slowed=(first + again) * behaviour.slowed,
-    )
+    steps, trained = first + again, {"productive": first * step, "lost": again * behaviour.again}
+    return Goodput(**parts) + Goodput(**trained, hooks=steps * behaviour.hooks, slowed=steps * behaviour.slowed)
 
 
 def _kept(place: SimulatedTier, step: float, mtbf: float) -> float:
-    """Return the steps of a cycle that a place keeps on average, where a step takes `step` seconds."""
+    """Return a cycle's mean steps kept by a place, where a step takes `step` seconds."""
     generation = place.every * step / mtbf
     return place.every * math.exp(-place.lag / mtbf - generation) / -math.expm1(-generation)

@@ -1,10 +1,10 @@
 """Simulate a run from failure to failure.
 
-Between two failures all steps are alike, so the steps of a stretch are counted and not walked through: the time that a simulation takes
-depends on the number of failures alone, not on that of ranks or steps.
+Between two failures all steps are alike, so the steps of a stretch are counted and not walked through: a simulation's time
+depends on the number of failures alone, not on ranks or steps.
 
-Time goes to the parts of `Goodput`. Steps that a failure throws away are `productive` when they are first taken, and `lost` when they are taken
-again; of a step that is interrupted all is lost.
+Time goes to the parts of `Goodput`. Steps thrown away by a failure are `productive` when first taken, and `lost` when taken
+again; an interrupted step is lost as a whole.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Simulated:
     goodput: Goodput
     """Seconds by part."""
     steps: float
-    """Steps that count."""
+    """Steps in the last state."""
     failures: int
     """Failures in the run's time."""
     nbytes: Mapping[str, float]
-    """Bytes that each place took, of all ranks."""
+    """Bytes to each place, all ranks together."""
     host_memory: float
     """Bytes of generations on a node, at most."""
     lost_tokens: float
@@ -50,29 +50,16 @@ class Simulated:
     finish_seconds: float | None
     """Seconds of the whole training at this rate; `None` if its steps are not known, or none stayed."""
     notes: Mapping[str, float] = field(default_factory=dict)
-    """Settings that the system chose, and that it ended with."""
+    """Settings at the end, as chosen by the system."""
 
 
 def simulate(
-    profile: Profile,
-    system: System,
-    failures: Failures,
-    *,
-    until_steps: int | None = None,
-    until_seconds: float | None = None,
-    seed: int = 0,
-    first_start: float = 0.0,
-) -> Simulated:
-    """Simulate a run until a number of steps or seconds, whichever comes first.
+    profile: Profile, system: System, failures: Failures, *, until_steps: int | None = None,
+    until_seconds: float | None = None, seed: int = 0, first_start: float = 0.0,
+) -> Simulated:  # fmt: skip
+    """Simulate a run until a number of steps or seconds of wall time, whichever comes first; by default `training.steps` of the profile.
 
-    Args:
-        profile: of the run without failures.
-        system: what keeps its state.
-        failures: what happens to it.
-        until_steps: steps of the training; by default `training.steps` of the profile, if there are no seconds either.
-        until_seconds: wall time.
-        seed: of failures without a trace, and of which nodes are lost together.
-        first_start: seconds from the launch to the first step.
+    The `seed` decides when failures come without a trace, and which nodes are lost together. The first step begins after `first_start` seconds.
 
     Raises:
         ConfigurationError: failures are less than a step apart, or the run would never end.
@@ -92,7 +79,7 @@ def simulate(
 def expected(profile: Profile, system: System, mtbf: float, scope: Scope = "node") -> Goodput:
     """Return the mean seconds between two failures by part, or of a step where `mtbf` is infinite, in closed form.
 
-    Partial generations have the K at which failures that far apart stay within the system's budget.
+    Partial generations have the least K within the system's budget at this rate.
     """
     _refuse_hopeless(profile, Failures(mtbf=mtbf))
     found, step = system.behaviour(profile, mtbf), profile.step_seconds
@@ -114,7 +101,7 @@ def _refuse_hopeless(profile: Profile, failures: Failures) -> None:
 
 @cache
 def still_there(nodes: int, replicas: int, lost: int) -> float:
-    """Return the probability that memory still has all state after so many nodes are lost, given that it had it with one lost node less."""
+    """Return the probability that memory still has all state after the last loss, given all state before."""
     domains = [FailureDomain(node=f"{i}", rack="") for i in range(nodes)]
     placement = place_replicas(domains, [range(nodes)], [1] * nodes, replicas)
     before, after = (survival_probability(placement, each).probability for each in (lost - 1, lost))
@@ -127,12 +114,12 @@ class _Run:
     def __init__(self, profile: Profile, system: System, mtbf: float, *, goal: float, end: float, seed: int) -> None:
         self.profile, self.system, self.goal, self.end = profile, system, goal, end
         self.now, self.done, self.reached = 0.0, 0.0, 0.0
-        """Seconds; steps whose state the ranks have; steps that were taken at least once."""
+        """Seconds; steps in the ranks' state; steps taken at least once."""
         self.planned = min(goal, end / profile.step_seconds, profile.training.steps or math.inf)
-        """Steps of the training, of which lost tokens are a part."""
+        """Steps of the training, to divide lost tokens by."""
         self.behaviour = system.behaviour(profile, mtbf)
         self.has = dict.fromkeys((place.name for place in self.behaviour.places), 0)
-        """Newest generation of each place, as the step that it leads to."""
+        """Last step in the newest generation, by place."""
         self.parts, self.nbytes = dict.fromkeys(PARTS, 0.0), dict.fromkeys(self.has, 0.0)
         self.memory, self.failures, self.lost = self.behaviour.host_memory, 0, 0.0
         self._spares, self._returning, self._missing = profile.cluster.spares, list[float](), 0
@@ -151,14 +138,14 @@ class _Run:
             after, scope = self._recovered(scope, coming)
 
     def _pass(self, part: str, seconds: float, until: float) -> bool:
-        """Spend the seconds, or those left until then; return whether that was enough."""
+        """Spend the seconds, or the time left until then; return whether all were spent."""
         spent = max(0.0, min(seconds, until - self.now))
         self.parts[part] += spent
         self.now += spent
         return spent >= seconds
 
     def _train(self, until: float) -> None:
-        """Take steps until then or the goal: first those that were lost, then new ones."""
+        """Take steps until then or the goal: first lost steps again, then new steps."""
         b, step = self.behaviour, self.profile.step_seconds
         for part, each, most in (("lost", b.again, self.reached - self.done), ("productive", step, math.inf)):
             steps = min((until - self.now) / (each + b.extra), most, self.goal - self.done)
@@ -174,7 +161,7 @@ class _Run:
         self.reached = max(self.reached, self.done)
 
     def _recovered(self, scope: Scope, coming: Iterator[tuple[float, Scope]]) -> tuple[float, Scope]:
-        """Recover from a failure, and from those during recovery; return the next one after it."""
+        """Recover from a failure, and from failures during recovery; return the next failure."""
         self._interrupt_step()
         self._lose_tokens()
         while True:
@@ -184,7 +171,8 @@ class _Run:
                 if not self._pass(part, seconds, min(after, self.end)):
                     break
                 if part == "idle":
-                    self._replace_missing()
+                    self._count_returned()
+                    self._spares, self._missing = self._spares - self._missing, 0
                 elif part == "restore":  # with which copies are complete again
                     self._together = 0
             else:
@@ -194,7 +182,7 @@ class _Run:
             scope = next_scope
 
     def _interrupt_step(self) -> None:
-        """Note which generations every place has, and count the step under way as lost."""
+        """Note every place's newest generation, and count the step under way as lost."""
         for place in self.behaviour.places:
             lag = place.lag / (self.profile.step_seconds + self.behaviour.extra)
             newest = math.floor((self.done - lag) / place.every + _ROUNDING) * place.every
@@ -208,7 +196,7 @@ class _Run:
         self.parts["lost"] += steps * self.profile.step_seconds
 
     def _lose_tokens(self) -> None:
-        """Count what a failure loses for good, and let the system take more experts from now on."""
+        """Count the steps lost for good by a failure, and let the system take more experts from now on."""
         if not self.behaviour.unsaved or self.done < 1:
             return
         lost = min(self.behaviour.unsaved, self.done)
@@ -218,7 +206,7 @@ class _Run:
         self.memory = max(self.memory, self.behaviour.host_memory)
 
     def _fail(self, scope: Scope) -> SimulatedTier | None:
-        """Take what a failure takes, and go back to the newest generation that is left; return its place."""
+        """Apply a failure's loss, and go back to the newest generation left; return its place."""
         self.failures += 1
         if self.failures > _MOST_FAILURES:
             raise ConfigurationError(
@@ -240,15 +228,11 @@ class _Run:
         return next((place for place in self.behaviour.places if newest and self.has[place.name] == newest), None)
 
     def _wait(self, scope: Scope) -> float:
-        """Return the seconds until there is a machine for each that is missing: spares at once, lost ones after their repair."""
+        """Return the seconds until every missing machine is replaced: by spares at once, by lost machines after their repair."""
         self._count_returned()
         late = self._missing - self._spares
         nodes = sorted(self._returning)[late - 1] - self.now if late > 0 else 0.0
         return max(nodes, self.profile.costs.repair if scope == "cluster" else 0.0)
-
-    def _replace_missing(self) -> None:
-        self._count_returned()
-        self._spares, self._missing = self._spares - self._missing, 0
 
     def _count_returned(self) -> None:
         back = [each for each in self._returning if each <= self.now + _ROUNDING]
@@ -259,14 +243,12 @@ class _Run:
         self._throw_away(self.reached - self.done)
         wanted, tokens = self.profile.training.steps, self.profile.training.tokens or 1
         finish = self.now if self.done >= self.goal else wanted * self.now / self.done if wanted and self.done else None
-        return Simulated(
-            goodput=Goodput(**{name: max(0.0, seconds) for name, seconds in self.parts.items()}),
-            steps=self.done,
-            failures=self.failures,
-            nbytes=self.nbytes,
-            host_memory=self.memory,
-            lost_tokens=self.lost * tokens,
-            lost_portion=self.lost / self.done if self.done else 0.0,
-            finish_seconds=finish,
-            notes=self.behaviour.notes,
+        parts, portion = (
+            {name: max(0.0, each) for name, each in self.parts.items()},
+            self.lost / (self.done or math.inf),
         )
+        return Simulated(
+            goodput=Goodput(**parts), steps=self.done, failures=self.failures, nbytes=self.nbytes,
+            host_memory=self.memory, lost_tokens=self.lost * tokens, lost_portion=portion, finish_seconds=finish,
+            notes=self.behaviour.notes,
+        )  # fmt: skip

@@ -14,12 +14,12 @@ from lightning_moe_ckpt.errors import ConfigurationError
 Scope = Literal["process", "node", "cluster"]
 """Reach of a failure: processes, whose node keeps its memory; a node with its memory; or every node's memory."""
 SCOPES: tuple[Scope, ...] = get_args(Scope)
-"""Scopes, from what takes least."""
+"""Scopes, smallest loss first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failures:
-    """Times and scopes of failures: of a Poisson process, or those of a trace."""
+    """Times and scopes of failures: of a Poisson process, or of a trace."""
 
     mtbf: float = float("inf")
     """Mean seconds between failures; infinite for none. Unused with a trace."""
@@ -35,7 +35,7 @@ class Failures:
             raise ConfigurationError(f"`Failures(scope={self.scope!r})` must be one of {', '.join(SCOPES)}.")
 
     def times(self, seed: int) -> Iterator[tuple[float, Scope]]:
-        """Yield seconds from the run's start with the scope, in order; those of another seed are others, those of a trace are always the same."""
+        """Yield seconds from the run's start with the scope, in order; `seed` changes all but a trace."""
         if self.trace is not None:
             yield from sorted(self.trace)
             return

@@ -1,7 +1,7 @@
-"""Describe a training, its cluster and what checkpoints cost there: measured by `moe-ckpt profile`, or written by hand.
+"""Describe a training, its cluster and the costs of checkpoints there: measured by `moe-ckpt profile`, or written by hand.
 
-A profile is a file of YAML with the sections below. Sizes and times may have units, such as `5GB` and `10min`. A name that is unknown,
-missing or has an impossible value is refused, with what is wanted.
+A profile is a file of YAML with the sections below. Sizes and times may have units, such as `5GB` and `10min`. Unknown and missing
+names and impossible values are refused, and the message says how to mend them.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ _ABOVE_ZERO = 1e-12
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingProfile:
-    """Steps: their time without checkpoints, or the times of pipeline stages that it follows from."""
+    """Steps: their time without checkpoints, or the times of pipeline stages."""
 
     step_seconds: float | None = _value("seconds", None, least=_ABOVE_ZERO)
     """Seconds of a step without checkpoints; `None` computes them from `stage_seconds`."""
     stage_seconds: tuple[float, ...] = _value("seconds", (), least=_ABOVE_ZERO)
     """Seconds of a micro-batch in each pipeline stage, forward and backward with the stage's own communication."""
     update_seconds: float = _value("seconds", 0.0)
-    """Seconds of the optimizer; with `stage_seconds` only."""
+    """The optimizer's seconds; with `stage_seconds` only."""
     synced: int = _value("size", 0)
-    """Bytes that a rank reduces with others in a step; with `stage_seconds` only."""
+    """Bytes that a rank reduces in a step; with `stage_seconds` only."""
     noise: float = _value("factor", 0.0)
-    """Standard deviation of a step's time, as a part of it. The simulation takes means: a measured run differs from it by this much."""
+    """Standard deviation of a step's time, as a part of the mean. The simulation takes means: a measured run differs by this much."""
     steps: int | None = _value("count", None, least=1)
-    """Steps of the whole training, for its time to finish."""
+    """The whole training's steps, for its time to finish."""
     tokens: int = _value("count", 0)
-    """Tokens of a step; lost tokens are in these, or in steps if it is 0."""
+    """Tokens per step; 0 counts lost tokens in steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class ModelProfile:
     layers: int = _value("count", least=1)
     """Blocks with experts."""
     experts: int = _value("count", least=0)
-    """Experts of each block."""
+    """Experts per block."""
     params: int = _value("count", least=1)
     """Parameters in all."""
     expert_params: int = _value("count", 0)
@@ -62,9 +62,9 @@ class ModelProfile:
     nbytes_state: float = _value("factor", 12.0, least=_ABOVE_ZERO)
     """Bytes per parameter of master weights and optimizer."""
     nbytes_compute: float = _value("factor", 2.0)
-    """Bytes per parameter of the weights that forward and backward read."""
+    """Bytes per parameter of the weights read by forward and backward."""
     operators: tuple[tuple[int, int], ...] = _value("size", ())
-    """Bytes that a rank writes of each operator: its full state, and the weights that are read. Empty computes them from the sizes above."""
+    """A rank's bytes of each operator: its full state, and the weights read. Empty computes them from the sizes above."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,17 +72,17 @@ class ClusterProfile:
     """Machines, and how the training is spread over them."""
 
     nodes: int = _value("count", 1, least=1)
-    """Machines of the run."""
+    """The run's machines."""
     ranks_per_node: int = _value("count", 1, least=1)
     """Processes on each."""
     pipeline: int = _value("count", 1, least=1)
     """Pipeline stages."""
     expert_parallel: int = _value("count", 1, least=1)
-    """Ranks that share one set of experts."""
+    """Ranks that share a set of experts."""
     micro_batches: int = _value("count", 1, least=1)
-    """Micro-batches of a pipeline in a step."""
+    """A pipeline's micro-batches in a step."""
     spares: int = _value("count", 0)
-    """Machines, or waiting processes, that take a lost one's place at once."""
+    """Machines, or waiting processes, to replace lost ones at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,50 +90,50 @@ class SpeedProfile:
     """Bytes per second between places."""
 
     device_host: float = _value("size", least=1)
-    """Bytes per second of one rank, from its device to memory of the node."""
+    """A rank's bytes per second, from its device to the node's memory."""
     host_host: float = _value("size", math.inf, least=1)
-    """Bytes per second of one node to others."""
+    """Bytes per second from a node to other nodes."""
     storage: float = _value("size", math.inf, least=1)
-    """Bytes per second of storage, all nodes together."""
+    """Bytes per second to storage, all nodes together."""
     alpha: float = _value("seconds", 0.0)
-    """Seconds of a collective, whatever its bytes."""
+    """A collective's seconds, whatever its bytes."""
     beta: float = _value("factor", 0.0)
-    """Seconds of a collective per byte."""
+    """A collective's seconds per byte."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CostProfile:
-    """Seconds that checkpoints and failures cost."""
+    """Costs of checkpoints and failures, in seconds."""
 
     detection: float = _value("seconds")
     """Seconds from a failure until somebody acts on it."""
     startup: float = _value("seconds")
-    """Seconds until the processes that are started can restore: the lost ones where these are replaced alone, else all."""
+    """Seconds until started processes can restore: only lost ones where they are replaced alone, else all."""
     startup_all: float | None = _value("seconds", None)
-    """Seconds of a start of all ranks, for systems that replace none alone; `None` for `startup`."""
+    """Seconds of a start of all ranks, for systems without single replacement; `None` for `startup`."""
     restore_fixed: float = _value("seconds", 0.0)
-    """Seconds of a restore, whatever its bytes."""
+    """A restore's seconds, whatever its bytes."""
     restore_per_nbyte: float = _value("factor", 0.0)
-    """Seconds of a restore per byte of a rank, on top of the way from other nodes or storage."""
+    """A restore's seconds per byte of a rank, on top of the way from other nodes or storage."""
     warm_up: float = _value("seconds", 0.0)
-    """Seconds by which the first steps after a start are longer in all than others, hooks included."""
+    """Seconds lost in all by slower first steps after a start, hooks included."""
     hooks_per_step: float = _value("seconds", 0.0)
-    """Seconds of hooks in a step of which nothing is taken."""
+    """Seconds in hooks, per step without capture."""
     hooks_per_capture: float = _value("seconds", 0.0)
-    """Seconds of hooks in a step of which something is taken."""
+    """Seconds in hooks, per step with a capture."""
     slowed_per_nbyte: float = _value("factor", 0.0)
-    """Seconds by which steps are longer, per byte of a rank that any tier takes."""
+    """Seconds by which steps are longer, per byte from a rank to any tier."""
     replay_factor: float = _value("factor", 1.0, least=_ABOVE_ZERO)
     """Time of a repeated step, as a multiple of a step's."""
     stall_whole: float = _value("seconds", 0.0)
-    """Seconds that training waits for a generation of everything in one step, besides its bytes; in systems that take such ones."""
+    """Seconds for which training waits, besides bytes, for a generation in a single step; for systems with such generations."""
     repair: float = _value("seconds", 0.0)
     """Seconds until a lost machine is back."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """What a simulation has to know of a run."""
+    """Description of a run for simulations."""
 
     training: TrainingProfile
     """Steps and their time."""
@@ -144,7 +144,7 @@ class Profile:
     speeds: SpeedProfile
     """Bytes per second."""
     costs: CostProfile
-    """Seconds that checkpoints and failures cost."""
+    """Costs of checkpoints and failures, in seconds."""
 
     def __post_init__(self) -> None:
         for section in fields(self):
@@ -152,15 +152,12 @@ class Profile:
                 _checked(f"{section.name}.{each.name}", getattr(found, each.name), each.metadata)
         training, model, cluster = self.training, self.model, self.cluster
         if (training.step_seconds is None) == (not training.stage_seconds):
-            raise _refusal(
-                "training.step_seconds", training.step_seconds, "seconds, or `training.stage_seconds`, and not both"
-            )
+            wanted = "seconds, or `training.stage_seconds`, and not both"
+            raise _refusal("training.step_seconds", training.step_seconds, wanted)
         if training.stage_seconds and len(training.stage_seconds) != cluster.pipeline:
             wanted = f"one for each of `cluster.pipeline`, {cluster.pipeline}"
             raise _refusal("training.stage_seconds", list(training.stage_seconds), wanted)
-        if cluster.pipeline * cluster.expert_parallel > self.ranks or self.ranks % (
-            cluster.pipeline * cluster.expert_parallel
-        ):
+        if self.ranks % (cluster.pipeline * cluster.expert_parallel):
             wanted = f"{cluster.pipeline} stages of {cluster.expert_parallel} expert-parallel ranks, or a multiple"
             raise _refusal("cluster.nodes", cluster.nodes, f"{wanted}; there are {self.ranks} ranks")
         if self.dense_params < 0:
@@ -169,7 +166,7 @@ class Profile:
 
     @property
     def ranks(self) -> int:
-        """Processes of the run."""
+        """The run's processes."""
         return self.cluster.nodes * self.cluster.ranks_per_node
 
     @property
@@ -192,7 +189,7 @@ class Profile:
 
     @property
     def alone_share(self) -> float:
-        """Time of a step that one pipeline stage takes alone, M turns, as a part of a step's: it waits for no other stage."""
+        """Time of a stage's M turns alone, without waits for other stages, as a part of a step's."""
         cluster, training = self.cluster, self.training
         turns = cluster.micro_batches + cluster.pipeline - 1
         if not training.stage_seconds:
@@ -217,7 +214,7 @@ class Profile:
 
     @classmethod
     def of(cls, said: object) -> Profile:
-        """Return the profile that a document says. Raises `ConfigurationError` as `read`."""
+        """Return a document's profile. Raises `ConfigurationError` as `read`."""
         sections = {"training": TrainingProfile, "model": ModelProfile, "cluster": ClusterProfile}
         sections |= {"speeds": SpeedProfile, "costs": CostProfile}
         document = _mapping("a profile", said, sections)
@@ -229,16 +226,12 @@ class Profile:
         Path(path).write_text(self.text(), encoding="utf-8")
 
     def text(self) -> str:
-        """Return the profile as YAML; values that are their defaults are left out."""
+        """Return the profile as YAML; defaults are left out."""
         document: dict[str, dict[str, Any]] = {}
         for section in fields(self):
             found = getattr(self, section.name)
-            kept = {
-                each.name: getattr(found, each.name)
-                for each in fields(found)
-                if getattr(found, each.name) != each.default
-            }
-            document[section.name] = {name: _plain(value) for name, value in kept.items()}
+            kept = {each: value for each in fields(found) if (value := getattr(found, each.name)) != each.default}
+            document[section.name] = {each.name: _plain(value) for each, value in kept.items()}
         return yaml.safe_dump(document, sort_keys=False)  # type: ignore[no-any-return]
 
 
@@ -302,11 +295,9 @@ def _checked(name: str, value: object, rules: Mapping[str, Any]) -> None:
 
 
 def _wanted(rules: Mapping[str, Any]) -> str:
-    kinds = {
-        "seconds": "a time in seconds, or such as 10min,",
-        "size": "bytes, or a size such as 5GB,",
-        "count": "a whole number",
-        "factor": "a number",
-    }
-    least = rules["least"]
+    kinds, least = (
+        {"seconds": "a time in seconds, or such as 10min,", "size": "bytes, or a size such as 5GB,"},
+        rules["least"],
+    )
+    kinds |= {"count": "a whole number", "factor": "a number"}
     return f"{kinds[rules['unit']]} {'above 0' if least == _ABOVE_ZERO else f'of {least:g} or more'}"

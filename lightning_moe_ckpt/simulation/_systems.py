@@ -1,6 +1,6 @@
 """Checkpointing systems: ours by policy, and those of the papers.
 
-Each says what it adds to a run, as seconds and places. Windows come from this package's planner, and K from its rule for partial generations.
+Each adds seconds and places to a run. Windows come from this package's planner, and K from its rule for partial generations.
 
 Sources: CheckFreq (2021); Gemini (2023); PEC (2024), the system MoC; MoEvement (2026), whose Sec. 5 has the settings of the first three;
 TierCheck (2026), Sec. 5.1.
@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 from typing_extensions import override
 
@@ -39,12 +39,9 @@ OurPolicy = Literal["sparse", "dense", "differential", "partial"]
 class System(ABC):
     """A checkpointing system with its settings."""
 
-    name: ClassVar[str]
-    """Name of the system in messages."""
-
     @abstractmethod
     def behaviour(self, profile: Profile, mtbf: float) -> Behaviour:
-        """Return what the system adds to a run that starts, where failures are `mtbf` seconds apart on average."""
+        """Return the additions to a starting run, with failures `mtbf` seconds apart on average."""
 
     def grown(self, profile: Profile, now: Behaviour, plt: float, last_loss: float) -> Behaviour:
         """Return the behaviour after a failure: `plt` of the tokens are lost so far, `last_loss` of them by this failure."""
@@ -52,10 +49,16 @@ class System(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoCheckpoints(System):
-    """Training that begins anew after every failure."""
+class _Tiered(System):
+    replicas: int = 2
+    """Copies on other nodes."""
+    storage_every: int | None = None
+    """Least steps between generations in storage; `None` for storage's best, 0 for no storage."""
 
-    name = "none"
+
+@dataclass(frozen=True, kw_only=True)
+class NoCheckpoints(System):
+    """Training begun anew after every failure."""
 
     @override
     def behaviour(self, profile: Profile, mtbf: float) -> Behaviour:
@@ -69,9 +72,7 @@ class CheckFreq(System):
     target: float = 0.03
     """Largest overhead, as a part of a step."""
     interval: int | None = None
-    """Steps between generations; `None` takes the shortest that keeps the limit, and that storage keeps up with."""
-
-    name = "checkfreq"
+    """Steps between generations; `None` for the shortest within the limit and storage's speed."""
 
     @override
     def behaviour(self, profile: Profile, mtbf: float) -> Behaviour:
@@ -85,17 +86,11 @@ class CheckFreq(System):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemini(System):
+class Gemini(_Tiered):
     """Everything to memory of the node and of others, at the interval with the best expected goodput: an oracle."""
 
-    replicas: int = 2
-    """Copies on other nodes."""
-    storage_every: int | None = None
-    """Least steps between generations in storage; `None` for as often as it keeps up, 0 for no storage."""
     interval: int | None = None
     """Steps between generations; `None` asks the oracle."""
-
-    name = "gemini"
 
     @override
     def behaviour(self, profile: Profile, mtbf: float) -> Behaviour:
@@ -111,21 +106,15 @@ class Gemini(System):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoC(System):
+class MoC(_Tiered):
     """Some experts in every step, twice as many after each failure once too many tokens are lost."""
 
     portion: float = 1 / 8
     """Part of a layer's experts in a step, at first (MoEvement, Fig. 10c)."""
     plt_budget: float = 0.05
     """Largest portion of lost tokens (PEC, Sec. 3.1)."""
-    replicas: int = 2
-    """Copies on other nodes."""
-    storage_every: int | None = None
-    """Least steps between generations in storage; `None` for as often as it keeps up, 0 for no storage."""
     overhead: float = 0.0
-    """Overhead at first beyond that of bytes, as a part of a step."""
-
-    name = "moc"
+    """Overhead at first beyond the bytes', as a part of a step."""
 
     @override
     def behaviour(self, profile: Profile, mtbf: float) -> Behaviour:
@@ -147,21 +136,15 @@ class MoC(System):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoEvement(System):
+class MoEvement(_Tiered):
     """Sparse windows back to back, by Algorithm 1."""
 
     window: int | None = None
     """Steps; `None` asks Algorithm 1."""
     localized: bool = True
-    """Whether only the pipeline stage that failed takes steps again."""
-    replicas: int = 2
-    """Copies on other nodes."""
-    storage_every: int | None = None
-    """Least steps between generations in storage; `None` for as often as it keeps up, 0 for no storage."""
+    """Whether only the failed pipeline stage takes steps again."""
     saved: float = 1 / 3
-    """Part of a step that parameters without their full state save: weight gradients and optimizer (Sec. 3.5)."""
-
-    name = "moevement"
+    """Part of a step saved by parameters without full state: weight gradients and optimizer (Sec. 3.5)."""
 
     @override
     def behaviour(self, profile: Profile, mtbf: float) -> Behaviour:
@@ -180,11 +163,9 @@ class TierCheck(System):
     every_n_steps: int = 50
     """Steps between bases."""
     batch: int = 5
-    """Differences that storage gets together."""
+    """Differences per write to storage."""
     nbytes_delta: float = 0.06
     """Bytes of a difference per parameter: of a hundredth of the elements a value of 2 bytes and an index of 4."""
-
-    name = "tiercheck"
 
     @override
     def behaviour(self, profile: Profile, mtbf: float) -> Behaviour:
@@ -203,11 +184,11 @@ class Ours(System):
     planner: PlannerName = "packed"
     """Planner of sparse windows."""
     every_n_steps: int | None = None
-    """Steps from one generation or base to the next; `None` for the callback's default: windows are back to back."""
+    """Steps between generations or bases; `None` for the callback's default: windows are back to back."""
     batch: int = 8
-    """Differences that storage gets together."""
+    """Differences per write to storage."""
     k: int = 1
-    """Experts of a layer that partial generations take."""
+    """A layer's experts in partial generations."""
     plt_budget: float | None = None
     """Largest portion of lost tokens, before K grows; `None` for no limit."""
     replicas: int = 1
@@ -215,9 +196,7 @@ class Ours(System):
     storage_every: int | None = None
     """Least steps between generations in storage; `None` for as often as it keeps up, 0 for no storage."""
     localized: bool = False
-    """Whether only the pipeline stage that failed takes steps again."""
-
-    name = "ours"
+    """Whether only the failed pipeline stage takes steps again."""
 
     def __post_init__(self) -> None:
         if self.policy not in get_args(OurPolicy):
@@ -306,7 +285,7 @@ def _sparse(
 def _differential(
     profile: Profile, every: int, batch: int, delta: float, *, replicas: int, stored: bool, all_start: bool = False
 ) -> Behaviour:
-    """Return the behaviour of bases and of differences that are `delta` of a base."""
+    """Return the behaviour of bases, and differences `delta` times as large."""
     full = full_nbytes(profile)
     nbytes, chain = delta * full, delta * full * every / 2
     tiers: dict[str, Any] = {"replicas": replicas, "storage_every": None if stored else 0, "restored": full + chain}
@@ -354,4 +333,4 @@ SYSTEMS: dict[str, System] = {
     "ours-sparse": Ours(),
     "ours-localized": Ours(localized=True),
 }
-"""Systems by their names on the command line, with the settings that they have there."""
+"""Systems by their names on the command line, with their settings there."""
