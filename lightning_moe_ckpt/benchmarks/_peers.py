@@ -118,8 +118,10 @@ def measure(options: SimpleNamespace, progress: Progress) -> list[PeerFigure]:
         for index, (_, name) in enumerate(rounds_of(options.rounds, names)):
             progress(f"training, checkpoints: {name}", index, num_rounds)
             rows[name].take_round(bare.bare_turn)
+            if index % len(names) == len(names) - 1:
+                _write(rows, machine, options)  # what is known, in case somebody ends this
         for index, name in enumerate(names):
-            _write(rows, machine, options)  # what is known, in case somebody ends this
+            _write(rows, machine, options)
             progress(f"watching, then killing: {name}", index, len(names))
             rows[name].take_rest(options.peer_kills)
         return _write(rows, machine, options)
