@@ -101,7 +101,7 @@ class Environment:
         return cast("PeerTurn", self._ask(("turn", fit)))
 
     def bare_nbytes(self, fit: PeerFit) -> int:
-        """Return the memory of a training without checkpoints in this process's forks, which share what was imported."""
+        """Return the memory of a training without checkpoints in this process's forks, which share imports."""
         if self._bare_nbytes is None:
             self.turn(fit)
             self._bare_nbytes = self.turn(fit).memory_nbytes

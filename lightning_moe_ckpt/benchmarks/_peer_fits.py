@@ -78,16 +78,16 @@ class PeerFit:
     system: str
     folder: Path
     memory: Path
-    """Folder on a tmpfs; shared memory of the node, for who looks for it there."""
+    """Folder on a tmpfs, in the place of the node's shared memory."""
     size: ModelSize
     every: int
     settle: int
     steps: int
     """Steps of a turn: `settle` are not measured, `steps` are."""
     turns: int = 0
-    """_Turns before the one that is watched."""
+    """Turns before the watched one."""
     stops: tuple[int, ...] = ()
-    """Steps after which to stand still, of a training that is killed; empty for one that has turns."""
+    """Steps to stand still after, in a training to be killed; empty for turns."""
     lost: bool = False
     """Whether the node's memory is lost before."""
 
@@ -132,7 +132,7 @@ class PeerFit:
 
 
 class _Tokens(Dataset[tuple[Tensor]]):
-    """Random tokens, from the step on that `checkpoint` went on from, if it saves no place in the data."""
+    """Random tokens, from the step of `checkpoint` on if it saves no place in the data."""
 
     def __init__(self, size: ModelSize, checkpoint: Callback | None) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -148,7 +148,7 @@ class _Tokens(Dataset[tuple[Tensor]]):
 
 
 def first_of(checkpoint: Callback | None) -> int:
-    """Return the step that is to be added to the Trainer's."""
+    """Return the step to add to the Trainer's."""
     return checkpoint.first_step if isinstance(checkpoint, SavingEvery) else 0
 
 
@@ -175,11 +175,11 @@ class _Resting(Callback):
 
 @dataclass(frozen=True)
 class PeerTurn:
-    """Means per step of a turn; the last turn's have what a thread saw."""
+    """Means per step of a turn, with the notes of a thread in the last turn."""
 
     seconds: float
     beside_seconds: float
-    """CPU time of other threads, and of other processes that this one started."""
+    """CPU time of other threads, and of processes started from here."""
     hook_seconds: float
     """Training-thread time in saves, waits included."""
     nbytes: float
@@ -187,18 +187,18 @@ class PeerTurn:
     safe_seconds: list[float] = field(default_factory=list)
     """Seconds from a step's end until a restart would go back no further, for saves that became safe."""
     memory_nbytes: int = 0
-    """Most memory that this process held, those that it started, and files of it in memory."""
+    """Most memory of this process, its children, and its files in memory."""
 
 
 def cost_of(checkpoint: Callback | None) -> tuple[float, float]:
-    """Return the seconds of the training thread in `checkpoint`, and the bytes that it took, so far."""
+    """Return the seconds of the training thread in `checkpoint`, and the bytes taken, so far."""
     if isinstance(checkpoint, CheckpointCallback):
         return checkpoint.report.overhead_seconds, checkpoint.report.nbytes_captured
     return getattr(checkpoint, "seconds", 0.0), getattr(checkpoint, "nbytes", 0.0)
 
 
 def newest_of(checkpoint: Any, place: str) -> int:
-    """Return the newest step that a restart would find in `place`."""
+    """Return the newest step for a restart from `place`."""
     if isinstance(checkpoint, CheckpointCallback):
         return checkpoint.report.generations.get("host" if place == "memory" else place, 0)
     return int(checkpoint.newest())
@@ -235,7 +235,7 @@ class _Turns(Callback):
         return time.perf_counter(), cpu, *cost_of(self._checkpoint)
 
     def _seen(self, step: int) -> dict[str, Any]:
-        """Wait until what was saved is safe; the step under way saves nothing that is awaited."""
+        """Wait until saves are safe, without the one of the step under way."""
         if isinstance(self._checkpoint, CheckpointCallback) and self._place == "storage":
             self._checkpoint.wait_committed(1.0)  # a batch of differences waits for more of them
         elif self._checkpoint is not None:
@@ -282,7 +282,7 @@ class _Watch:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the processes that `pid` has started, and those that these have."""
+    """Return the children of `pid`, their children, and so on."""
     parents: dict[int, int] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # gone
@@ -302,7 +302,7 @@ def _cpu_seconds(pid: int) -> float:
 
 
 def _held_nbytes(tmpfs: list[Path]) -> int:
-    """Return the bytes of anonymous and shared memory, and of files on a tmpfs that are not mapped."""
+    """Return the bytes of anonymous and shared memory, and of unmapped files on a tmpfs."""
     own = shared = 0
     for pid in [os.getpid(), *descendants(os.getpid())]:
         with suppress(OSError):
@@ -386,7 +386,7 @@ class _Said(logging.Handler):
 
 @dataclass(frozen=True, kw_only=True)
 class PeerKills:
-    """What kills of one system cost, and what became of a flipped bit."""
+    """Costs of kills of one system, and the fate of a flipped bit."""
 
     killed_at: list[int]
     resumed_from: list[int]
@@ -394,9 +394,9 @@ class PeerKills:
     seconds: list[float]
     """Seconds from each SIGKILL to the end of the first step never taken before, in forked processes, without imports."""
     state_equal: bool
-    """Whether weights and optimizer were those of the step that training went on from, bit by bit, after each kill."""
+    """Whether weights and optimizer had the bits of the step of the checkpoint, after each kill."""
     steps_equal: bool
-    """Whether they were those of the killed training at the step of the kill too."""
+    """Whether they had the bits of the killed training at the step of the kill too."""
     flip: str
     """Fate of a flipped bit of a weight: `noticed`, `not noticed`, `no effect` or `none flipped`."""
     flip_said: str
@@ -415,7 +415,7 @@ class _Node:
         return TurnTaker(replace(self._fit, stops=stops, lost=not self._spared), _TURN)
 
     def kill(self, training: TurnTaker[_Stopped]) -> float:
-        """Kill it by SIGKILL and return when that was, by the clock that processes share."""
+        """Kill it by SIGKILL and return the time by the clock of all processes."""
         self._orphans += descendants(training.pid)
         at = time.monotonic()
         training.kill()
@@ -481,7 +481,7 @@ def kill(fit: PeerFit, num_kills: int) -> PeerKills:
 
 
 def _after_flip(fit: PeerFit, node: _Node, before: _Stopped, stop: int) -> tuple[TurnTaker[_Stopped], tuple[str, str]]:
-    """Flip a bit in every copy of a weight at steps of the last process, start a training, and return it with what became of that."""
+    """Flip a bit in every copy of a weight at steps of the last process, start a training, and return it with the outcome."""
     places = [fit.memory, *_segments(fit.name)] if SYSTEMS[fit.system].place == "memory" else [fit.folder]
     flipped = {step for step, pattern in before.patterns.items() if _flip(places, pattern)}
     training = node.start(stop)
@@ -514,7 +514,7 @@ def _flip(places: list[Path], pattern: bytes) -> bool:
 
 
 def serve(address: str) -> None:
-    """Import what trainings of an environment need, and do what is asked for at `address`, until that closes."""
+    """Import modules for trainings of an environment, and take orders at `address` until it closes."""
     die_with_parent()
     with Client(address) as pipe, ExitStack() as stack:
         names: list[str] = pipe.recv()
@@ -542,7 +542,7 @@ def _end(taker: TurnTaker[PeerTurn], fit: PeerFit) -> None:
 
 
 def _imported(names: list[str]) -> dict[str, str]:
-    """Return, of every system that cannot be imported here, why."""
+    """Return the reason by system, for systems without an import."""
     return {name: why for name in names if (why := _why_not(SYSTEMS[name].modules))}
 
 

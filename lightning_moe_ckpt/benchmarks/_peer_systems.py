@@ -49,7 +49,7 @@ class StateSaving(SavingEvery):
 
     _keeper: Any = None
     _saved = 0
-    """Newest step that `write` has returned for."""
+    """Newest step behind `write`."""
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -86,7 +86,7 @@ class StateSaving(SavingEvery):
         raise NotImplementedError
 
     def newest(self) -> int:
-        """Return the newest step that a restart would find; 0 for none. Any thread may ask."""
+        """Return the newest step for a restart; 0 for none. Any thread may ask."""
         return self._saved
 
 
@@ -137,7 +137,7 @@ class LightningSaving(MeteredCheckpoint):
 
     @property
     def found(self) -> Path | None:
-        """Newest file, which a Trainer has to be told to resume from; it has its name once it is whole."""
+        """Newest file, to resume a Trainer from; it has its name once it is whole."""
         return max(self._place.glob("*.ckpt"), key=_step_of, default=None)
 
     def newest(self) -> int:
@@ -182,7 +182,7 @@ class _Dlrover(StateSaving):
 
 
 def dlrover_agent(name: str) -> multiprocessing.process.BaseProcess:
-    """Return a process that keeps what is in memory when the trainer dies, as `dlrover-run` does beside it.
+    """Return a process to keep memory when the trainer dies, as `dlrover-run` does beside it.
 
     Trainers that find `BESIDE_AGENT` in their environment start no process of their own instead.
     """
@@ -308,12 +308,12 @@ def cloned(state: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class PeerSystem:
-    """A row: who saves, and where to."""
+    """A row: a system and the place of its copies."""
 
     label: str
     place: _Place
     make: Callable[[Path, int, str], Callback | None]
-    """Takes a folder, the steps between two saves, and a name that nobody else has."""
+    """Function of a folder, the steps between two saves, and a unique name."""
     environment: str = ""
     """Name in `REQUIREMENTS`; empty for the one of this package."""
     modules: tuple[str, ...] = ()
@@ -385,7 +385,7 @@ SYSTEMS = dict(_systems())
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent ends, however that ends."""
+    """Let the kernel kill this process when its parent ends, in whatever way."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
 

@@ -89,7 +89,7 @@ class PeerFigure:
     nbytes_per_step: float = 0.0
     """Taken, mean."""
     memory_nbytes: int = 0
-    """Most host memory, beyond that without checkpoints."""
+    """Most host memory, beyond a training without checkpoints."""
     kills: PeerKills | None = None
     missing: str = ""
     """Why something was not measured; empty if all was."""
@@ -98,7 +98,7 @@ class PeerFigure:
 
 
 def measure(options: SimpleNamespace, progress: Progress) -> list[PeerFigure]:
-    """Run the benchmark, and write the page and the picture that were asked for."""
+    """Run the benchmark, and write the page and the picture if asked to."""
     names, machine = chosen(options.peers), Machine.read()
     if options.accelerator == "gpu":
         raise ConfigurationError(
@@ -128,7 +128,7 @@ def measure(options: SimpleNamespace, progress: Progress) -> list[PeerFigure]:
 
 
 def _write(rows: Mapping[str, _Row], machine: Machine, options: SimpleNamespace) -> list[PeerFigure]:
-    """Write the page and the picture that were asked for, and return the figures."""
+    """Write the page and the picture if asked to, and return the figures."""
     figures = ranked([row.figure() for row in rows.values()])
     if options.page is not None:
         write_page(options.page, figures, machine, options)
@@ -167,7 +167,7 @@ def chosen(text: str | None) -> list[str]:
 
 
 class _Row:
-    """A system, and what is known of it so far. What failed is not tried again."""
+    """A system and its measurements so far. A failure is not tried again."""
 
     environment: Environment
 
@@ -195,11 +195,11 @@ class _Row:
             self.missing = str(error).strip().splitlines()[-1]
 
     def bare_turn(self) -> PeerTurn:
-        """Give the training that others are compared with a turn."""
+        """Give the training without checkpoints a turn."""
         return self.environment.turn(self._bare)
 
     def take_round(self, bare_turn: Callable[[], PeerTurn]) -> None:
-        """Take four turns, of which those without checkpoints are in the middle."""
+        """Take four turns, without checkpoints in the middle."""
         if not self.missing:
             with self._trying():
                 if not self._rounds:
@@ -272,7 +272,7 @@ def _is_peer(figure: PeerFigure) -> bool:
 
 
 def _recovery(figure: PeerFigure) -> float | None:
-    """Seconds after a kill, of those from whom something was left."""
+    """Seconds after a kill, where a copy was left."""
     kills = figure.kills
     return statistics.median(kills.seconds) if kills is not None and all(kills.resumed_from) else None
 
