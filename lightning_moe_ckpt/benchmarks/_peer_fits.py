@@ -489,8 +489,8 @@ def _after_flip(fit: PeerFit, node: _Node, before: _Stopped, stop: int) -> tuple
         return training, ("none flipped", "nothing that was saved has the bytes of the weight")
     try:
         new = training.take()
-    except (CheckpointError, TurnFailed) as error:
-        return training, ("noticed", f"refused: {str(error).strip().splitlines()[-1]}"[:200])
+    except (CheckpointError, TurnFailed):
+        return training, ("noticed", "refused")
     if new.first not in flipped or _SAID.search(new.said):
         return training, ("noticed", f"went on from step {new.first}" if new.first else "began anew")
     same = new.patterns[new.first] == before.patterns[new.first] or new.digests[stop] == before.digests[stop]

@@ -360,8 +360,7 @@ def _systems() -> Iterator[tuple[str, PeerSystem]]:
     storage: _Place = "storage"
     yield "none", PeerSystem("none, a second time", memory, lambda *_: None)
     yield "dlrover-memory", PeerSystem("DLRover", memory, lambda f, e, n: _Dlrover(f, e, n, disk=False), *dlrover)
-    local = "NVRx, local on a tmpfs, adapted to the CPU"
-    yield "nvrx-local", PeerSystem(local, memory, lambda f, e, _: _NvrxLocal(f, every_n_steps=e), *nvrx)
+    yield "nvrx-local", PeerSystem("NVRx, local", memory, lambda f, e, _: _NvrxLocal(f, every_n_steps=e), *nvrx)
     in_process = partial(_LmResiliency, disk=False)
     yield "lm-resiliency-memory", PeerSystem("lm-resiliency", memory, lambda f, e, _: in_process(f, e), *resilient)
     yield "ckpt", PeerSystem("Lightning .ckpt", storage, lambda f, e, _: LightningSaving(f, e))
@@ -371,8 +370,7 @@ def _systems() -> Iterator[tuple[str, PeerSystem]]:
     yield "dcp-async", PeerSystem("torch DCP, async", storage, lambda f, e, _: _Dcp(f, e, "async"))
     yield "dcp-process", PeerSystem("torch DCP, process", storage, lambda f, e, _: _Dcp(f, e, "process"))
     yield "dlrover-disk", PeerSystem("DLRover", storage, lambda f, e, n: _Dlrover(f, e, n, disk=True), *dlrover)
-    queued = "NVRx, async, adapted to the CPU"
-    yield "nvrx-async", PeerSystem(queued, storage, lambda f, e, _: _NvrxAsync(f, every_n_steps=e), *nvrx)
+    yield "nvrx-async", PeerSystem("NVRx, async", storage, lambda f, e, _: _NvrxAsync(f, every_n_steps=e), *nvrx)
     on_disk = partial(_LmResiliency, disk=True)
     yield "lm-resiliency-disk", PeerSystem("lm-resiliency", storage, lambda f, e, _: on_disk(f, e), *resilient)
     for place in (memory, storage):

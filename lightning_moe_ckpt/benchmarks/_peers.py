@@ -88,8 +88,8 @@ class PeerFigure:
     """Median time from a step's end until a restart would go back no further; `None` where no save became safe."""
     nbytes_per_step: float = 0.0
     """Taken, mean."""
-    memory_nbytes: int = 0
-    """Most host memory, beyond a training without checkpoints."""
+    memory_nbytes: int | None = None
+    """Most host memory, beyond a training without checkpoints; `None` where no turn was watched."""
     kills: PeerKills | None = None
     missing: str = ""
     """Why something was not measured; empty if all was."""
@@ -316,24 +316,28 @@ def row_of(figure: PeerFigure) -> list[str]:
         f"{added.low * 1e3:.1f} to {added.high * 1e3:.1f}",
         f"{figure.beside.median * 1e3:+.2f}",
         f"{figure.hook_seconds * 1e3:.2f}",
-        "not seen" if figure.safe_seconds is None else f"{figure.safe_seconds * 1e3:.0f}",
-        f"{figure.nbytes_per_step / 2**20:.1f}",
-        f"{figure.memory_nbytes / 2**20:+.0f}",
+        _safe(figure),
+        f"{figure.nbytes_per_step / 2**20:.1f}" if figure.nbytes_per_step or figure.system == _BASE else "not seen",
+        "" if figure.memory_nbytes is None else f"{figure.memory_nbytes / 2**20:+.0f}",
     ]
-    if figure.system == _BASE:
-        row[5] = ""
     if kills is None:
         return [*row, f"failed: {figure.missing}" if figure.missing else "", *[""] * 3, ", ".join(figure.behind)]
     low, high = min(kills.seconds), max(kills.seconds)
     repeated = {stop - first for stop, first in zip(kills.killed_at, kills.resumed_from, strict=True)}
     return [
         *row,
-        f"{statistics.median(kills.seconds):.2f} ({low:.2f} to {high:.2f})",
+        f"{statistics.median(kills.seconds):.2f}{f' ({low:.2f} to {high:.2f})' if low < high else ''}",
         "all: no copy is left" if not all(kills.resumed_from) else " or ".join(map(str, sorted(repeated))),
         _bits(kills),
         "" if figure.system == _BASE else f"{kills.flip}{f': {kills.flip_said}' if kills.flip == 'noticed' else ''}",
         ", ".join(figure.behind),
     ]
+
+
+def _safe(figure: PeerFigure) -> str:
+    if figure.memory_nbytes is None or figure.system == _BASE:
+        return ""
+    return "not seen" if figure.safe_seconds is None else f"{figure.safe_seconds * 1e3:.0f}"
 
 
 def _bits(kills: PeerKills) -> str:
