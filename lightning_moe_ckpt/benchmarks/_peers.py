@@ -112,8 +112,10 @@ def measure(options: SimpleNamespace, progress: Progress) -> list[PeerFigure]:
         for index, (_, name) in enumerate(rounds_of(options.rounds, names)):
             progress(f"training, checkpoints: {name}", index, num_rounds)
             rows[name].take_round(bare.bare_turn)
+            if index % len(names) == len(names) - 1:
+                _write(rows, machine, options)  # what is known, in case somebody ends this
         for index, name in enumerate(names):
-            _write(rows, machine, options)  # what is known, in case somebody ends this
+            _write(rows, machine, options)
             progress(f"watching, then killing: {name}", index, len(names))
             rows[name].take_rest(options.peer_kills)
         return _write(rows, machine, options)
@@ -304,19 +306,17 @@ def row_of(figure: PeerFigure) -> list[str]:
         f"{added.low * 1e3:.1f} to {added.high * 1e3:.1f}",
         f"{figure.beside.median * 1e3:+.2f}",
         f"{figure.hook_seconds * 1e3:.2f}",
-        "not seen" if figure.safe_seconds is None else f"{figure.safe_seconds * 1e3:.0f}",
-        f"{figure.nbytes_per_step / 2**20:.1f}",
-        f"{figure.memory_nbytes / 2**20:+.0f}",
+        _safe(figure),
+        f"{figure.nbytes_per_step / 2**20:.1f}" if figure.nbytes_per_step or figure.system == _BASE else "not seen",
+        "" if figure.memory_nbytes is None else f"{figure.memory_nbytes / 2**20:+.0f}",
     ]
-    if figure.system == _BASE:
-        row[5] = ""
     if kills is None:
         return [*row, f"failed: {figure.missing}" if figure.missing else "", *[""] * 3, ", ".join(figure.behind)]
     low, high = min(kills.seconds), max(kills.seconds)
     repeated = {stop - first for stop, first in zip(kills.killed_at, kills.resumed_from, strict=True)}
     return [
         *row,
-        f"{statistics.median(kills.seconds):.2f} ({low:.2f} to {high:.2f})",
+        f"{statistics.median(kills.seconds):.2f}{f' ({low:.2f} to {high:.2f})' if low < high else ''}",
         "all: no copy is left" if not all(kills.resumed_from) else " or ".join(map(str, sorted(repeated))),
         ""
         if not all(kills.resumed_from)
