@@ -162,7 +162,9 @@ class AutoCheckpoint(CheckpointCallback):
                 log.info("the choice at %s is of %s ranks: this start measures again", self.url, ranks)
                 return None
             if stored.get("mtbf") != self._mtbf or stored.get("replicas") != _copies(self._given):
-                log.warning("other settings than those of the stored choice: chosen again, from the profile stored with it")
+                log.warning(
+                    "other settings than those of the stored choice: chosen again, from the profile stored with it"
+                )
                 return self._stored_choice(backend, Profile.of(yaml.safe_load(backend.get(_PROFILE))), world_size)
         return [stored["callback"], stored["arguments"]]
 
@@ -218,7 +220,11 @@ def _complete(
     """Put the numbers missing in a first start's log: speeds of the slowest rank, nodes, and presumptions."""
     cluster, costs = document["cluster"], document["costs"]
     cluster |= {"nodes": nodes, "ranks_per_node": max(1, len(rates) // nodes)}
-    shared = ("host", "device_host", 1), ("peer", "host_host", cluster["ranks_per_node"]), ("storage", "storage", len(rates))
+    shared = (
+        ("host", "device_host", 1),
+        ("peer", "host_host", cluster["ranks_per_node"]),
+        ("storage", "storage", len(rates)),
+    )
     for tier, name, ranks in shared:
         if known := [each[tier] for each in rates if tier in each]:
             document["speeds"].setdefault(name, min(known) * ranks)

@@ -318,16 +318,22 @@ def row_of(figure: PeerFigure) -> list[str]:
         *row,
         f"{statistics.median(kills.seconds):.2f}{f' ({low:.2f} to {high:.2f})' if low < high else ''}",
         "all: no copy is left" if not all(kills.resumed_from) else " or ".join(map(str, sorted(repeated))),
-        ""
-        if not all(kills.resumed_from)
-        else "yes"
-        if kills.steps_equal
-        else _OTHER_DATA
-        if kills.state_equal
-        else "no",
+        _bits(kills),
         "" if figure.system == _BASE else f"{kills.flip}{f': {kills.flip_said}' if kills.flip == 'noticed' else ''}",
         ", ".join(figure.behind),
     ]
+
+
+def _safe(figure: PeerFigure) -> str:
+    if figure.memory_nbytes is None or figure.system == _BASE:
+        return ""
+    return "not seen" if figure.safe_seconds is None else f"{figure.safe_seconds * 1e3:.0f}"
+
+
+def _bits(kills: PeerKills) -> str:
+    if not all(kills.resumed_from):
+        return ""
+    return "yes" if kills.steps_equal else _OTHER_DATA if kills.state_equal else "no"
 
 
 _BEGIN, _END = "<!-- written by `moe-ckpt bench peers` -->", "<!-- end of peers -->"
