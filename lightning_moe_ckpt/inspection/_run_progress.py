@@ -247,7 +247,11 @@ def _progress(
         steps_per_second=rate,
         nbytes_per_second=captured,
         eta_seconds=left / rate if left is not None and rate and not quiet and not finished else None,
-        goodput=max((each.goodput for start in incarnations for each in start.samples), key=_wall, default=None),
+        goodput=max(
+            (each.goodput for start in incarnations for each in start.samples if each.goodput.wall),
+            key=_wall,
+            default=None,
+        ),
         lost_steps=_lost(incarnations),
         incarnations=incarnations,
         places=tuple(places),

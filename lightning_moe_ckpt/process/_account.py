@@ -13,6 +13,7 @@ of all ranks. The time since is divided by the starts of processes and launchers
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 import time
@@ -23,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
+from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.goodput import PARTS, Goodput
 from lightning_moe_ckpt.process._stall import HookClock
 
@@ -50,9 +52,9 @@ class Balance(NamedTuple):
         """Return the state left by a process in these bytes; `None` without any."""
         magic, index, reached, began, hooks, slowed, *parts = _PHASE.unpack_from(page)
         step, at, hooks_now, slowed_now = _STEP.unpack_from(page, _PHASE.size)
-        if magic != _MAGIC:
+        if magic != _MAGIC or not math.isfinite(began + at):
             return None
-        with suppress(ValueError, IndexError):  # torn by a kill
+        with suppress(ConfigurationError, IndexError, OverflowError):  # torn by a kill
             before = Goodput(**dict(zip(PARTS, parts, strict=True)))
             found = before + _divided(PARTS[index], max(0.0, at - began), hooks_now - hooks, slowed_now - slowed)
             return cls(max(at, began), max(reached, step), found)
@@ -140,7 +142,8 @@ class RunAccount:
         """Measurement of slower steps, from `begin` on."""
         self.offset = time.time() - time.monotonic()
         """Seconds to add to `time.monotonic()`: setting the wall clock changes no measurement."""
-        now, past = began + self.offset, max(known, default=None)
+        # The one with most wall time is the newest, whatever the clocks say.
+        now, past = began + self.offset, max(known, key=lambda each: each.goodput.wall, default=None)
         if past is None:
             first = min(each.birth if each.again else each.launcher for each in ranks)
             past = Balance(min(first, now), 0, Goodput())
@@ -195,7 +198,7 @@ class RunAccount:
 
     def sign(self) -> None:
         """Note a sign of life."""
-        self.note(self.step, time.monotonic() + self.offset, self._clock.ended, self.beside.slowed)
+        self.note(self.step, time.monotonic() + self.offset, self._clock.seconds, self.beside.slowed)
 
     def close(self) -> None:
         """Let go of the account's place."""
@@ -251,12 +254,14 @@ def rounded(goodput: Goodput) -> dict[str, float]:
 
 
 def read_account(figures: object) -> Balance | None:
-    """Return the account in a log entry's figures; `None` without one."""
+    """Return the account in a log entry's figures; `None` without one that can be."""
     said = figures.get("goodput") if isinstance(figures, dict) else None
-    if not isinstance(said, dict) or not isinstance(said.get("at"), int | float):
-        return None
-    step = said.get("step")
-    return Balance(float(said["at"]), step if isinstance(step, int) else 0, Goodput.read(said))
+    if isinstance(said, dict) and isinstance(at := said.get("at"), int | float):
+        with suppress(ConfigurationError, OverflowError):
+            step, goodput = said.get("step"), Goodput.read(said)
+            if math.isfinite(at):
+                return Balance(float(at), step if isinstance(step, int) else 0, goodput)
+    return None
 
 
 def _divided(part: str, seconds: float, hooks: float, slowed: float) -> Goodput:

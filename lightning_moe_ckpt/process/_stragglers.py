@@ -180,7 +180,7 @@ class Stragglers:
             return
         self._since[rank] = now
         log.warning(
-            "%s is slow, and the others wait for it: it takes %.1f ms per step by itself, %.1f times the median of its %d peers "
+            "%s is slow, and the others wait for it: it takes %.1f ms per step by itself, %.1f times the median of %d ranks "
             "(%.1f ms). Look at its device and cores, at what else runs there, and at its input",
             *(figures.name(rank), figures.seconds[rank] * 1e3, figures.slow[rank], self._stage_size, median * 1e3),
             alike=True,

@@ -365,12 +365,12 @@ class MeasuredSteps:
 
     def figures(self) -> dict[str, Any]:
         """Return the measured figures of steps for the run's log: means in seconds, noise as a part, `slowed` in all, by tier."""
-        basis, captures = self._basis, self.captures
+        captures, mean, quiet = self.captures, self._basis.mean, list(self._basis)  # a copy: training goes on
         return {
-            "step_seconds": basis.mean if len(basis) >= _SOME_STEPS else None,
-            "step_noise": statistics.pstdev(basis) / basis.mean if len(basis) > 1 and basis.mean else 0.0,
-            "hooks_quiet_seconds": self._base.mean() if self._base else None,
-            "hooks_captured_seconds": captures.hooks.mean() if captures.hooks else None,
+            "step_seconds": mean if len(quiet) >= _SOME_STEPS else None,
+            "step_noise": statistics.pstdev(quiet) / mean if len(quiet) > 1 and mean else 0.0,
+            "hooks_quiet_seconds": self._base.mean() or None,
+            "hooks_captured_seconds": captures.hooks.mean() or None,
             "slowed_seconds": {"host": captures.seconds, **{tier.worker.name: tier.seconds for tier in self.tiers}},
         }
 

@@ -170,3 +170,21 @@ def test_this_process_knows_when_it_began() -> None:
         os._exit(int(before - 0.05 <= here.birth <= before + 0.15 and here.launcher < before and not here.again))
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
     assert set(PARTS) == set(Goodput().shares())
+
+
+def test_of_several_accounts_the_longest_counts(clocks: Clocks) -> None:
+    """Also if two ranks were alive in the same moment, and if the clock of another was put back since."""
+    longest = Balance(at=1000.0, step=5, goodput=Goodput(productive=50.0))
+    same, ahead = (
+        Balance(at=1000.0, step=5, goodput=Goodput(productive=7.0)),
+        Balance(4600.0, 5, Goodput(productive=20.0)),
+    )
+    assert clocks.account(longest, same, ahead).balance().goodput.productive == 50.0
+    assert clocks.account(same, longest, ahead).balance().goodput.productive == 50.0
+
+
+@pytest.mark.parametrize("figure", [float("nan"), float("inf"), 10**400])
+@pytest.mark.parametrize("name", ["at", "productive"])
+def test_a_log_entry_that_cannot_be_is_passed_over(name: str, figure: float) -> None:
+    """No restart fails because of figures for people."""
+    assert read_account({"goodput": {"at": 1000.0, "step": 5, "productive": 2.0, name: figure}}) is None

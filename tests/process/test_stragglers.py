@@ -82,7 +82,7 @@ def test_a_slow_rank_is_named_once_when_it_begins_and_once_when_it_ends(
     assert len(named) == (named[-1] - named[0]) // 2 + 1, "without a gap"
     begins, ends = [line for line in caplog.messages if "rank 2" in line][::4]
     assert begins.startswith("rank 2 on node2 is slow, and the others wait for it: it takes ")
-    assert "times the median of its 4 peers" in begins
+    assert "times the median of 4 ranks" in begins
     assert ends.startswith("rank 2 on node2 is no longer slow, after ")
 
 
