@@ -61,6 +61,11 @@ def _tables(profile: Profile, found: Sequence[PlannedRun]) -> list[RenderableTyp
     name, given = best.callback()
     arguments = ", ".join(["url", *(f"{key}={value!r}" for key, value in given.items())])
     said: list[RenderableType] = [table, "why:", *(f"  {text}" for text in reasons(found)), f"{name}({arguments})"]
-    if best.spares:
+    if best.spares < best.spares_needed:
+        said.append(f"spares: {best.spares} of the profile are too few, see idle: {best.spares_needed} hardly ever are")
+    elif best.spares:
         said.append(f"spares: {best.spares}, since a lost one is away for {time_text(float(profile.costs.repair))}")
-    return [*said, f"taken for granted: one failure in {1 / EVERY_MEMORY:.0f} reaches the memory of every node"]
+    return [
+        *said,
+        f"taken for granted: one failure in {1 / EVERY_MEMORY:.0f} reaches the memory of every node, and takes no machine away",
+    ]

@@ -9,6 +9,7 @@ Failures are of one scope, and one in twenty is taken to reach every node's memo
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -19,7 +20,7 @@ from lightning_moe_ckpt.goodput import PARTS, Goodput
 from lightning_moe_ckpt.planning._forecast import forecast_run
 from lightning_moe_ckpt.policies import DensePolicy, DifferentialPolicy, PartialPolicy, Policy, SparsePolicy
 from lightning_moe_ckpt.simulation._behaviour import STORED, Behaviour, rank_items
-from lightning_moe_ckpt.simulation._closed_form import mean_cycle
+from lightning_moe_ckpt.simulation._closed_form import log_enough, mean_cycle
 from lightning_moe_ckpt.simulation._failures import Scope
 from lightning_moe_ckpt.simulation._profile import Profile
 from lightning_moe_ckpt.simulation._systems import Ours
@@ -59,6 +60,8 @@ class PlannedRun:
     """Portion of tokens lost for good; 0 for exact policies."""
     spares: int
     """Spare machines, or waiting processes."""
+    spares_needed: int
+    """Number of spares that is too small in one of a hundred moments at most."""
     plans_storage: bool
     """Whether storage rests between generations."""
 
@@ -107,6 +110,7 @@ class PlannedRun:
             "host_nbytes",
             "lost_portion",
             "spares",
+            "spares_needed",
         )
         return {
             "policy": self.system.policy,
@@ -208,7 +212,11 @@ class _Search:
     """Search for intervals, with a profile and a rate of failures."""
 
     def __init__(self, profile: Profile, mtbf: float, scope: Scope) -> None:
-        self._profile, self._mtbf, self._scope = _with_spares(profile, mtbf), mtbf, scope
+        self._spares = _spares(profile, mtbf, scope)
+        cluster = replace(profile.cluster, spares=profile.cluster.spares or self._spares)
+        self._profile, self._mtbf, self._scope = replace(profile, cluster=cluster), mtbf, scope
+        # A loss of every node's memory, such as by a kill of all processes at once, takes no machine away.
+        self._rare = replace(profile, costs=replace(profile.costs, repair=0.0))
         self._rarely = 0.0 if scope == "cluster" else EVERY_MEMORY
 
     def best(self, system: Ours) -> PlannedRun:
@@ -233,6 +241,7 @@ class _Search:
             host_nbytes=round(behaviour.host_memory),
             lost_portion=behaviour.unsaved * step / max(cycle.productive, step),
             spares=self._profile.cluster.spares,
+            spares_needed=self._spares,
             plans_storage=bool(found.storage_every),
         )
 
@@ -259,24 +268,20 @@ class _Search:
         usual = mean_cycle(self._profile, behaviour, self._mtbf, self._scope)
         if not self._rarely:
             return usual
-        rare = asdict(mean_cycle(self._profile, behaviour, self._mtbf, "cluster"))
+        rare = asdict(mean_cycle(self._rare, behaviour, self._mtbf, "cluster"))
         return Goodput(
             **{name: (1 - self._rarely) * each + self._rarely * rare[name] for name, each in asdict(usual).items()}
         )
 
 
-def _with_spares(profile: Profile, mtbf: float) -> Profile:
-    """Return the profile with as many spares as are hardly ever too few: machines under repair at once are a Poisson number."""
+def _spares(profile: Profile, mtbf: float, scope: Scope) -> int:
+    """Return the spares that are hardly ever too few; only failures of nodes need any."""
+    if scope != "node" or not profile.costs.repair:
+        return 0
     away = profile.costs.repair / mtbf
-    if profile.cluster.spares or not away:
-        return profile
-    spares, term = 0, math.exp(-away)
-    short = 1 - term
-    while short > _SPARES_SHORT and spares < 64:
-        spares += 1
-        term *= away / spares
-        short -= term
-    return replace(profile, cluster=replace(profile.cluster, spares=spares))
+    least, enough = int(away), math.log1p(-_SPARES_SHORT)
+    numbers = range(least, least + 10 + int(10 * away**0.5))
+    return least + bisect_left(numbers, enough, key=lambda number: log_enough(away, number))
 
 
 def _memory(profile: Profile, planned: PlannedRun) -> int:
