@@ -168,7 +168,7 @@ def places_of(
             name=MEMORY_OF_NODE, survives="process", every=every, lag=taken, restore=here, nbytes=nbytes * ranks / every
         )
     ]
-    if replicas and cluster.nodes > 1:
+    if replicas := min(replicas, cluster.nodes - 1):
         second = cluster.ranks_per_node * replicas / speeds.host_host
         kept = every * max(1, math.ceil(nbytes * second / (every * step)))
         way = whole * cluster.ranks_per_node / speeds.host_host
@@ -205,7 +205,7 @@ def stall(profile: Profile, nbytes: float) -> float:
 
 def memory_of(profile: Profile, nbytes: float, replicas: int) -> float:
     """Return a node's bytes for two generations, the newest whole and the next, copies for other nodes included."""
-    return 2 * nbytes * profile.cluster.ranks_per_node * (1 + (replicas if profile.cluster.nodes > 1 else 0))
+    return 2 * nbytes * profile.cluster.ranks_per_node * (1 + min(replicas, profile.cluster.nodes - 1))
 
 
 def recovery(

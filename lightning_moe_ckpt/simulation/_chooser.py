@@ -147,16 +147,22 @@ def choose(
     search = _Search(profile, mtbf, scope)
     found = [search.best(system) for system in _candidates(profile, allow_loss, replicas) if system.policy in policies]
     found.sort(key=lambda each: -each.goodput.share)
-    chosen, least = list[PlannedRun](), math.inf
+    chosen, least, refused = list[PlannedRun](), math.inf, None
     for each in found:
         if each.lost_portion > allow_loss or each.label in [other.label for other in chosen]:
             continue
-        held = _memory(profile, each)
+        try:
+            held = _memory(profile, each)
+        except ConfigurationError as error:  # which the run's planner would raise
+            refused = error
+            continue
         least = min(least, held)
         if held <= (math.inf if host_nbytes is None else host_nbytes):
             chosen.append(replace(each, host_nbytes=held))
         if len(chosen) == 3:
             break
+    if not chosen and refused is not None and least == math.inf:
+        raise refused
     if not chosen:
         raise ConfigurationError(
             f"The least that a node needs is {size_text(least)} of shared memory, and {size_text(host_nbytes or 0)} are given. "
@@ -307,8 +313,7 @@ def _memory(profile: Profile, planned: PlannedRun) -> int:
     precision = "bf16-mixed" if weights < 0.25 else "32-true"
     if model.nbytes_state < 8:
         precision = "bf16-true"
-    try:
-        found = forecast_run(kinds[system.policy], described, precision)
-    except ConfigurationError:
+    if profile.dense_params < model.layers or model.experts % cluster.expert_parallel:
         return planned.host_nbytes
+    found = forecast_run(kinds[system.policy], described, precision)
     return int(cluster.ranks_per_node * sum(found["purposes"][min(found["purposes"])].values()))

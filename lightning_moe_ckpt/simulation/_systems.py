@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, ClassVar, Literal, get_args
 
@@ -34,6 +34,23 @@ from lightning_moe_ckpt.simulation._closed_form import mean_cycle
 from lightning_moe_ckpt.simulation._profile import Profile
 
 OurPolicy = Literal["sparse", "dense", "differential", "partial"]
+_CHOICES = {"policy": get_args(OurPolicy), "planner": get_args(PlannerName), "localized": (True, False)}
+_LEAST = {**dict.fromkeys(("window", "every_n_steps", "interval", "batch", "k"), 1), "replicas": 0, "storage_every": 0}
+_MOST = {"portion": 1.0, "plt_budget": 1.0, "saved": 1.0, "target": 1e3, "overhead": 1e3, "nbytes_delta": 1e3}
+"""Limits of settings by name: choices, least counts, and largest factors."""
+
+
+def _wrong(name: str, value: object) -> str:
+    """Return what a setting must be, or nothing if it is that."""
+    if name in _CHOICES:
+        return "" if value in _CHOICES[name] else f"one of {', '.join(map(str, _CHOICES[name]))}"
+    if name in _LEAST:
+        good = isinstance(value, int) and not isinstance(value, bool) and _LEAST[name] <= value <= 10**9
+        return "" if good else f"a whole number of {_LEAST[name]} or more"
+    good = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _MOST[name]
+    zero = name in {"plt_budget", "saved", "overhead"}
+    good = good and (zero or value != 0)
+    return "" if good else f"a number {'of 0 or more' if zero else 'above 0'}, at most {_MOST[name]:g}"
 
 
 class System(ABC):
@@ -41,6 +58,13 @@ class System(ABC):
 
     name: ClassVar[str]
     """Name of the system in messages."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
+            value = getattr(self, each.name)
+            wanted = _wrong(each.name, value)
+            if wanted and not (value is None and each.default is None):
+                raise ConfigurationError(f"`{type(self).__name__}({each.name}={value!r})` must be {wanted}.")
 
     @abstractmethod
     def behaviour(self, profile: Profile, mtbf: float) -> Behaviour:
@@ -89,7 +113,7 @@ class Gemini(System):
     """Everything to memory of the node and of others, at the interval with the best expected goodput: an oracle."""
 
     replicas: int = 2
-    """Copies on other nodes."""
+    """Copies on other nodes, or on all of them where there are fewer."""
     storage_every: int | None = None
     """Least steps between generations in storage; `None` for as often as it keeps up, 0 for no storage."""
     interval: int | None = None
@@ -119,7 +143,7 @@ class MoC(System):
     plt_budget: float = 0.05
     """Largest portion of lost tokens (PEC, Sec. 3.1)."""
     replicas: int = 2
-    """Copies on other nodes."""
+    """Copies on other nodes, or on all of them where there are fewer."""
     storage_every: int | None = None
     """Least steps between generations in storage; `None` for as often as it keeps up, 0 for no storage."""
     overhead: float = 0.0
@@ -155,7 +179,7 @@ class MoEvement(System):
     localized: bool = True
     """Whether only the failed pipeline stage takes steps again."""
     replicas: int = 2
-    """Copies on other nodes."""
+    """Copies on other nodes, or on all of them where there are fewer."""
     storage_every: int | None = None
     """Least steps between generations in storage; `None` for as often as it keeps up, 0 for no storage."""
     saved: float = 1 / 3
@@ -219,12 +243,12 @@ class Ours(System):
 
     name = "ours"
 
-    def __post_init__(self) -> None:
-        if self.policy not in get_args(OurPolicy):
-            raise ConfigurationError(f"`Ours(policy={self.policy!r})` must be one of {', '.join(get_args(OurPolicy))}.")
-
     @override
     def behaviour(self, profile: Profile, mtbf: float) -> Behaviour:
+        if self.replicas >= (nodes := profile.cluster.nodes) and (nodes > 1 or self.replicas > 1):
+            raise ConfigurationError(
+                f"`replicas={self.replicas}` needs {self.replicas + 1} nodes, and there are {nodes}."
+            )
         tiers: dict[str, Any] = {"replicas": self.replicas, "storage_every": self.storage_every}
         if self.policy == "sparse":
             window, factor = plan_of(profile, self.window, self.planner), profile.costs.replay_factor

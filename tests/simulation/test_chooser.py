@@ -39,7 +39,9 @@ def chosen(mtbf: float, **limits: object) -> list[PlannedRun]:
 @pytest.mark.parametrize("system", [Ours(window=4), Ours(policy="dense"), Ours(policy="differential")])
 def test_rarer_failures_never_shorten_the_interval(system: Ours) -> None:
     """Nor make goodput worse, of any policy alone."""
-    given = replace(PROFILE, cluster=replace(PROFILE.cluster, spares=40))  # else the fewer needed, the closer to too few
+    given = replace(
+        PROFILE, cluster=replace(PROFILE.cluster, spares=40)
+    )  # else the fewer needed, the closer to too few
     found = [_Search(given, mtbf, "node").best(system) for mtbf in RATES]
     assert [each.every for each in found] == sorted(each.every for each in found)
     assert [each.goodput.share for each in found] == sorted(each.goodput.share for each in found)
@@ -129,6 +131,7 @@ def test_reasons_name_the_parts_that_differ() -> None:
     [
         (2.0, {}, r"`mtbf=2.0 s` must be longer than a step, 2.0 s.*Take shorter steps"),
         (5.0, {}, r"too short for a start, which takes 36 s .*hardly any"),
+        (HOUR, {"replicas": 9}, "`replicas=9` needs 10 nodes, and there are 4"),
         (HOUR, {"allow_loss": 1.5}, r"`allow_loss=1.5` must be a portion"),
     ],
 )

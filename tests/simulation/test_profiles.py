@@ -80,9 +80,15 @@ def test_a_trace_is_read_with_scopes(tmp_path: Path) -> None:
     path.write_text("seconds,scope\n30,rack\n")
     with pytest.raises(ConfigurationError, match=r"line 2: .* one of process, node, cluster; found `30,rack`"):
         Failures.read(path)
-    path.write_text("time\n30\n")
-    with pytest.raises(ConfigurationError, match="its first line must be `seconds,scope`"):
+    for first in ("time", "seconds,scop", "seconds,scope,scope"):
+        path.write_text(f"{first}\n30\n")
+        with pytest.raises(ConfigurationError, match=f"its first line must be `seconds,scope`.*found `{first}`"):
+            Failures.read(path)
+    path.write_text("seconds,scope\n30,node,process\n")
+    with pytest.raises(ConfigurationError, match="line 2: "):
         Failures.read(path)
+    path.write_text("\ufeffseconds, scope\n30, process\n")
+    assert [*Failures.read(path).times(0)] == [(30.0, "process")]
 
 
 def test_the_command_shows_systems_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,9 +106,22 @@ def test_the_command_shows_systems_side_by_side(tmp_path: Path, capsys: pytest.C
     assert plot.read_text().count("<svg") == 1
     assert main(["simulate", str(path), "--trace", str(trace), "--hours", "2", "--json", *systems]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert [each["failures"] for each in document["systems"]] == [1, 1]
+    assert [(each["failures"], each["expected"]) for each in document["systems"]] == [(1, None), (1, None)]
     assert sum(document["systems"][0]["parts"].values()) == pytest.approx(1)
+    for given, said in (
+        (["--trace", str(trace), "--mtbf", "1h"], "leave out `--mtbf` and `--scope`"),
+        (["--trace", str(trace), "--scope", "node"], "leave out `--mtbf` and `--scope`"),
+        *((["--hours", hours], "must be above 0, and finite") for hours in ("0", "-1", "nan", "inf")),
+    ):
+        assert main(["simulate", str(path), *given]) == 2
+        assert said in capsys.readouterr().err
     for wrong, said in (
+        ("ours-sparse:window=0", "`Ours(window=0)` must be a whole number of 1 or more"),
+        ("ours-sparse:localized=3", "`Ours(localized=3)` must be one of True, False"),
+        ("ours-dense:replicas=9", "`replicas=9` needs 10 nodes, and there are 8"),
+        ("moc:portion=0", "`MoC(portion=0)` must be a number above 0, at most 1"),
+        ("checkfreq:target=true", "`CheckFreq(target=True)` must be a number above 0"),
+        ("gemini:storage_every=-1", "`Gemini(storage_every=-1)` must be a whole number of 0 or more"),
         ("ours", "there are none, checkfreq"),
         ("gemini:k=1", "gemini has no `k`"),
         ("moc:portion=x", "settings are as in"),
