@@ -25,7 +25,7 @@ from lightning_moe_ckpt.callbacks._exact_checkpoints import DenseCheckpoint, Dif
 from lightning_moe_ckpt.callbacks._experts import PartialExpertCheckpoint
 from lightning_moe_ckpt.callbacks._shared_arguments import CheckpointArguments, spelled_out
 from lightning_moe_ckpt.coordination import Exchange
-from lightning_moe_ckpt.errors import ConfigurationError, KeyMissing
+from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, KeyMissing, NoUsableGeneration, StorageError
 from lightning_moe_ckpt.fit import FitSession
 from lightning_moe_ckpt.fit.loops._trainer import groups_of
 from lightning_moe_ckpt.inspection._run_profile import profile_of
@@ -156,7 +156,12 @@ class AutoCheckpoint(CheckpointCallback):
         with closing(self._backend()) as backend:
             try:
                 stored = json.loads(backend.get(_CHOICE))
-            except (KeyMissing, ValueError):
+            except KeyMissing:
+                return None
+            except ValueError:
+                stored = None
+            if not isinstance(stored, dict) or stored.get("callback") not in _KINDS or not isinstance(stored.get("arguments"), dict):
+                log.warning("%s at %s is no choice: this start measures again", _CHOICE, self.url)
                 return None
             if stored.get("world_size") != world_size:
                 log.info(
@@ -167,7 +172,12 @@ class AutoCheckpoint(CheckpointCallback):
                 log.warning(
                     "other settings than those of the stored choice: chosen again, from the profile stored with it"
                 )
-                return self._stored_choice(backend, Profile.of(yaml.safe_load(backend.get(_PROFILE))), world_size)
+                try:
+                    profile = Profile.of(yaml.safe_load(backend.get(_PROFILE)))
+                except (KeyMissing, ValueError, yaml.YAMLError) as error:
+                    log.warning("%s at %s cannot be read: this start measures again. %s", _PROFILE, self.url, error)
+                    return None
+                return self._stored_choice(backend, profile, world_size, stored.get("host_nbytes"))
         return [stored["callback"], stored["arguments"]]
 
     def _decided(self, rows: Sequence[Any], trainer: Trainer) -> list[Any] | str | None:
@@ -175,7 +185,11 @@ class AutoCheckpoint(CheckpointCallback):
         if any(replaying for replaying, *_ in rows):
             return None
         with closing(self._backend()) as backend:
-            document, _ = profile_of(RunView.open(backend))
+            try:
+                document, _ = profile_of(RunView.open(backend))
+            except (StorageError, Corrupt, NoUsableGeneration) as error:  # an outage, or a generation that is removed meanwhile
+                log.warning("the run's figures cannot be read: looked for again in %d steps. %s", _LOOK_STEPS, error)
+                return None
             if "step_seconds" not in document["training"] or "hooks_per_capture" not in document["costs"]:
                 return None
             nodes = list(dict.fromkeys(node for _, node, *_ in rows))
@@ -188,13 +202,16 @@ class AutoCheckpoint(CheckpointCallback):
                 )
             except ConfigurationError as error:
                 return str(error)
+            except StorageError as error:
+                log.warning("the choice cannot be stored: made again in %d steps. %s", _LOOK_STEPS, error)
+                return None
 
     def _stored_choice(self, backend: Backend, profile: Profile, world_size: int, room: int | None = None) -> list[Any]:
         policies = ["sparse", "dense"] + ["differential"] * (profile.cluster.pipeline == 1)
         best = choose(profile, self._mtbf, replicas=_copies(self._given), host_nbytes=room, policies=policies)[0]
         _say(best)
         name, arguments = best.callback()
-        known = {"mtbf": self._mtbf, "replicas": _copies(self._given), "world_size": world_size}
+        known = {"mtbf": self._mtbf, "replicas": _copies(self._given), "world_size": world_size, "host_nbytes": room}
         backend.put(_PROFILE, profile.text().encode())
         backend.put(_CHOICE, json.dumps({"callback": name, "arguments": arguments, **known}, indent=2).encode())
         return [name, arguments]

@@ -234,6 +234,11 @@ class _Search:
             slower = {every * max(1, math.ceil(each / step / every)) for each in seconds}
             found = max([found, *(replace(found, storage_every=each) for each in sorted(slower))], key=self._share)
             found = self._at_best_interval(found)
+        return self.planned(found)
+
+    def planned(self, found: Ours) -> PlannedRun:
+        """Return what is expected of settings."""
+        step = self._profile.step_seconds
         behaviour, stored = self._behaviour(found), self._stored(found)
         cycle = self._cycle(behaviour)
         hourly = stored.nbytes * 3600 / (step + behaviour.extra)

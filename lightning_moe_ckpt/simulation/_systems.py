@@ -346,8 +346,11 @@ def _differential(
         places.append(taken if own.every == steps else base)
     waits = profile.costs.stall_whole * all_start + stall(profile, full)
     hooks = _hooks(profile, 1.0) + waits / every + stall(profile, nbytes)
-    memory, notes = memory_of(profile, full + chain, replicas), {"interval": every}
-    return _behaviour(profile, places, hooks, all_start=all_start, host_memory=memory, notes=notes)
+    # As in a run, memory keeps a batch and the newest two, and receivers of copies have room for two more.
+    kept, copies = min(every - 1, batch) + 2, min(replicas, profile.cluster.nodes - 1)
+    memory = memory_of(profile, full, replicas)
+    memory += profile.cluster.ranks_per_node * nbytes * (kept + copies * (kept + 2))
+    return _behaviour(profile, places, hooks, all_start=all_start, host_memory=memory, notes={"interval": every})
 
 
 def _partial(

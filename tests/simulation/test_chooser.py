@@ -11,7 +11,7 @@ import pytest
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.goodput import Goodput
 from lightning_moe_ckpt.simulation import PlannedRun, Profile, choose, reasons
-from lightning_moe_ckpt.simulation._chooser import _Search, _spares
+from lightning_moe_ckpt.simulation._chooser import _memory, _Search, _spares
 from lightning_moe_ckpt.simulation._closed_form import log_enough
 from lightning_moe_ckpt.simulation._systems import Ours
 
@@ -116,6 +116,18 @@ def test_what_does_not_fit_is_not_chosen() -> None:
         ConfigurationError, match=r"The least that a node needs is [0-9.]+ GiB of shared memory, and 0.00 MiB|<0.01 MiB"
     ):
         choose(PROFILE, HOUR, host_nbytes=1)
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+@pytest.mark.parametrize(
+    "system",
+    [Ours(policy="dense"), Ours(policy="differential", every_n_steps=64), Ours(policy="differential", every_n_steps=4)],
+)
+def test_the_simulated_memory_is_about_the_forecast(system: Ours, replicas: int) -> None:
+    """Which plans and lays out as in the run."""
+    given = replace(system, replicas=replicas)
+    planned = _Search(PROFILE, HOUR, "node").planned(given)
+    assert planned.host_nbytes == pytest.approx(_memory(PROFILE, planned), rel=0.05)
 
 
 def test_reasons_name_the_parts_that_differ() -> None:
