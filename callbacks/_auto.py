@@ -75,7 +75,7 @@ def auto(
     """
     try:
         seconds, loss = read_duration(mtbf).total_seconds(), float(allow_loss or 0.0)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ConfigurationError(f"`auto(mtbf={mtbf!r}, allow_loss={allow_loss!r})`: {error}.") from error
     if seconds <= 0:
         raise ConfigurationError(f"`auto(mtbf={mtbf!r})` must be longer than 0.")
@@ -154,14 +154,7 @@ class AutoCheckpoint(CheckpointCallback):
         if self.resume == "never":
             return None
         with closing(self._backend()) as backend:
-            try:
-                stored = json.loads(backend.get(_CHOICE))
-            except KeyMissing:
-                return None
-            except ValueError:
-                stored = None
-            if not isinstance(stored, dict) or stored.get("callback") not in _KINDS or not isinstance(stored.get("arguments"), dict):
-                log.warning("%s at %s is no choice: this start measures again", _CHOICE, self.url)
+            if (stored := self._stored(backend)) is None:
                 return None
             if stored.get("world_size") != world_size:
                 log.info(
@@ -169,16 +162,29 @@ class AutoCheckpoint(CheckpointCallback):
                 )
                 return None
             if stored.get("mtbf") != self._mtbf or stored.get("replicas") != _copies(self._given):
-                log.warning(
-                    "other settings than those of the stored choice: chosen again, from the profile stored with it"
-                )
                 try:
                     profile = Profile.of(yaml.safe_load(backend.get(_PROFILE)))
                 except (KeyMissing, ValueError, yaml.YAMLError) as error:
                     log.warning("%s at %s cannot be read: this start measures again. %s", _PROFILE, self.url, error)
                     return None
+                log.warning(
+                    "other settings than those of the stored choice: chosen again, from the profile stored with it"
+                )
                 return self._stored_choice(backend, profile, world_size, stored.get("host_nbytes"))
         return [stored["callback"], stored["arguments"]]
+
+    def _stored(self, backend: Backend) -> dict[str, Any] | None:
+        """Return the object of a choice; `None` if there is none, or none that can be used."""
+        try:
+            stored = json.loads(backend.get(_CHOICE))
+        except KeyMissing:
+            return None
+        except ValueError:
+            stored = None
+        if isinstance(stored, dict) and stored.get("callback") in _KINDS and isinstance(stored.get("arguments"), dict):
+            return stored
+        log.warning("%s at %s is no choice: this start measures again", _CHOICE, self.url)
+        return None
 
     def _decided(self, rows: Sequence[Any], trainer: Trainer) -> list[Any] | str | None:
         """Return a choice, why there can be none, or `None` if too little is measured; on rank 0."""
@@ -187,7 +193,11 @@ class AutoCheckpoint(CheckpointCallback):
         with closing(self._backend()) as backend:
             try:
                 document, _ = profile_of(RunView.open(backend))
-            except (StorageError, Corrupt, NoUsableGeneration) as error:  # an outage, or a generation that is removed meanwhile
+            except (
+                StorageError,
+                Corrupt,
+                NoUsableGeneration,
+            ) as error:  # an outage, or a generation that is removed meanwhile
                 log.warning("the run's figures cannot be read: looked for again in %d steps. %s", _LOOK_STEPS, error)
                 return None
             if "step_seconds" not in document["training"] or "hooks_per_capture" not in document["costs"]:

@@ -113,7 +113,7 @@ def full_nbytes(profile: Profile) -> int:
 @lru_cache
 def plan_of(profile: Profile, window: int | None, planner: PlannerName) -> PlannedWindow:
     """Return the window of a length, or else the shortest whose steps' copies take no longer than a step."""
-    items, budget = rank_items(profile), int(profile.speeds.device_host * profile.step_seconds)
+    items, budget = rank_items(profile), int(min(1e18, profile.speeds.device_host * profile.step_seconds))
     if window is None and planner == "packed":
         items = _cut(items, split_nbytes(items, budget))
     if window is None:

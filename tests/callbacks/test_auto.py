@@ -212,6 +212,7 @@ def test_with_a_profile_the_callback_is_chosen_at_once(tmp_path: Path) -> None:
     [
         ({"mtbf": "soon"}, r"`auto\(mtbf='soon'.*must be a time"),
         ({"mtbf": 0}, r"`auto\(mtbf=0\)` must be longer than 0"),
+        ({"mtbf": "1h", "allow_loss": [1]}, r"allow_loss=\[1\]"),
         ({"mtbf": "1h", "allow_loss": "much"}, r"allow_loss='much'"),
         ({"mtbf": "1h", "allow_loss": "0.05"}, r"`auto\(allow_loss='0.05'\)` without a profile"),
         ({"mtbf": "1h", "profile": "nowhere.yaml"}, r"nowhere.yaml: no profile can be read"),

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_moe_ckpt.cli import main
 from lightning_moe_ckpt.errors import ConfigurationError
-from lightning_moe_ckpt.simulation import Failures, Profile
+from lightning_moe_ckpt.simulation import SYSTEMS, Failures, Profile, simulate
 
 GOOD = """\
 training: {step_seconds: 1.5, steps: 1000}
@@ -34,6 +34,8 @@ def test_a_profile_is_read_with_its_units_and_written_again(tmp_path: Path) -> N
     found.write(tmp_path / "again.yaml")
     assert Profile.read(tmp_path / "again.yaml") == found
     assert "spares" not in (tmp_path / "again.yaml").read_text()
+    endless = Profile.read(written(tmp_path, GOOD.replace("device_host: 1GB", "device_host: .inf")))
+    assert simulate(endless, SYSTEMS["ours-sparse"], Failures(), until_seconds=60).steps > 0
 
 
 @pytest.mark.parametrize(
