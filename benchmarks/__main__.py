@@ -159,6 +159,13 @@ _BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what other
             option("--page", "Put the table into docs/papers.md.", "PATH", type=Path),
         ],
     ),
+    "simulator-sensitivity": (
+        "What of that agreement is left where one assumption has another value.",
+        [
+            number("--sensitivity-failures", 360, "Failures of each cell, in runs of 12 hours."),
+            option("--page", "Put the tables into docs/papers.md.", "PATH", type=Path),
+        ],
+    ),
     "selection": (
         "Experts in turns, by load and by budget: how many are taken again, tokens at risk, bytes to another node.",
         [

@@ -31,7 +31,7 @@ from lightning_moe_ckpt.fit.loops._trainer import groups_of
 from lightning_moe_ckpt.inspection._run_profile import profile_of
 from lightning_moe_ckpt.journal import capture_rng, restore_rng
 from lightning_moe_ckpt.policies import Policy, SparsePolicy
-from lightning_moe_ckpt.simulation import PlannedRun, Profile, choose
+from lightning_moe_ckpt.simulation import Profile, choose
 from lightning_moe_ckpt.storage import Backend, RunView, open_backend
 from lightning_moe_ckpt.tiers import room_nbytes, shared_directory, this_domain
 
@@ -156,10 +156,8 @@ class AutoCheckpoint(CheckpointCallback):
         with closing(self._backend()) as backend:
             if (stored := self._stored(backend)) is None:
                 return None
-            if stored.get("world_size") != world_size:
-                log.info(
-                    "the choice at %s is of %s ranks: this start measures again", self.url, stored.get("world_size")
-                )
+            if (ranks := stored.get("world_size")) != world_size:
+                log.info("the choice at %s is of %s ranks: this start measures again", self.url, ranks)
                 return None
             if stored.get("mtbf") != self._mtbf or stored.get("replicas") != _copies(self._given):
                 try:
@@ -219,8 +217,10 @@ class AutoCheckpoint(CheckpointCallback):
     def _stored_choice(self, backend: Backend, profile: Profile, world_size: int, room: int | None = None) -> list[Any]:
         policies = ["sparse", "dense"] + ["differential"] * (profile.cluster.pipeline == 1)
         best = choose(profile, self._mtbf, replicas=_copies(self._given), host_nbytes=room, policies=policies)[0]
-        _say(best)
         name, arguments = best.callback()
+        told = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        expects = 100 * best.goodput.share
+        log.info("chosen for this rate of failures: %s(%s), expected goodput %.1f %%", name, told, expects)
         known = {"mtbf": self._mtbf, "replicas": _copies(self._given), "world_size": world_size, "host_nbytes": room}
         backend.put(_PROFILE, profile.text().encode())
         backend.put(_CHOICE, json.dumps({"callback": name, "arguments": arguments, **known}, indent=2).encode())
@@ -241,24 +241,18 @@ def _copies(shared: CheckpointArguments) -> int | None:
     return None if isinstance(given, str) else given
 
 
-def _say(best: PlannedRun) -> None:
-    name, arguments = best.callback()
-    told = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
-    log.info("chosen for this rate of failures: %s(%s), expected goodput %.1f %%", name, told, 100 * best.goodput.share)
-
-
 def _complete(
     document: Mapping[str, dict[str, Any]], rates: Sequence[Mapping[str, float]], nodes: int, startup: float
 ) -> None:
     """Put the numbers missing in a first start's log: speeds of the slowest rank, nodes, and presumptions."""
     cluster, costs = document["cluster"], document["costs"]
     cluster |= {"nodes": nodes, "ranks_per_node": max(1, len(rates) // nodes)}
-    several = {
-        "host": ("device_host", 1),
-        "peer": ("host_host", cluster["ranks_per_node"]),
-        "storage": ("storage", len(rates)),
-    }
-    for tier, (name, ranks) in several.items():
+    shared = (
+        ("host", "device_host", 1),
+        ("peer", "host_host", cluster["ranks_per_node"]),
+        ("storage", "storage", len(rates)),
+    )
+    for tier, name, ranks in shared:
         if known := [each[tier] for each in rates if tier in each]:
             document["speeds"].setdefault(name, min(known) * ranks)
     document["speeds"].setdefault("device_host", 1e9)

@@ -308,7 +308,7 @@ class TurnTaker(Generic[Result]):
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Number of the process."""
         return self._process.pid or 0
 
     def kill(self) -> None:

@@ -53,11 +53,7 @@ def interpreter_of(name: str, place: Path) -> str:
 def _run(command: list[str]) -> None:
     try:
         ended = subprocess.run(  # noqa: S603  # our own command
-            command,
-            capture_output=True,
-            text=True,
-            timeout=_INSTALLING.total_seconds(),
-            check=False,
+            command, capture_output=True, text=True, timeout=_INSTALLING.total_seconds(), check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CheckpointError(f"cannot be installed here: {error}") from error
@@ -77,10 +73,8 @@ class Environment:
             self._process = subprocess.Popen(  # noqa: S603  # our own command
                 [python, "-c", code, listener.address],
                 env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            )  # fmt: skip
             listener._listener._socket.settimeout(_ANSWERING.total_seconds())  # type: ignore[attr-defined]  # noqa: SLF001
             self._pipe: Connection = listener.accept()
         self.missing: dict[str, str] = self._ask([*names])

@@ -1,4 +1,4 @@
-"""Trainings of `moe-ckpt bench peers`, measured and killed, forked by a process of each environment.
+"""Trainings for `moe-ckpt bench peers`, measured and killed, forked by each environment's process.
 
 This process has imported everything and started nothing, so a training of any system begins with a fork. Orders come
 through a pipe: begin a training, give a turn, kill and start again.
@@ -54,6 +54,7 @@ from lightning_moe_ckpt.benchmarks._peer_systems import (
     die_with_parent,
     dlrover_agent,
     forget,
+    rests,
 )
 from lightning_moe_ckpt.benchmarks._variants import SavingEvery
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
@@ -109,21 +110,18 @@ class PeerFit:
         place.mkdir(parents=True, exist_ok=True)
         checkpoint = system.make(place, self.every, self.name)
         gate = StorageGate()
-        resting = isinstance(checkpoint, CheckpointCallback) and system.place == "memory"
+        resting = system.is_ours and system.place == "memory" and not rests(self.system, system.place)
         tap: Callback = _Stops(self, checkpoint, hand_over) if self.stops else _Turns(self, checkpoint, hand_over)
         with ExitStack() as stack:
             for each in (one_thread(), quiet_lightning(), patient_storage()):
                 stack.enter_context(each)
             if resting:
                 stack.enter_context(wrapping_backends(gate.backend))
+            callbacks = [_Resting(checkpoint, gate)] * resting + [tap] + [checkpoint] * (checkpoint is not None)
             trainer = bench_trainer(
-                accelerator="cpu",
-                strategy="auto",
-                callbacks=[_Resting(checkpoint, gate)] * resting + [tap] + [checkpoint] * (checkpoint is not None),
-                max_steps=_MAX_STEPS,
-                enable_checkpointing=checkpoint is not None,
-                plugins=[AsyncCheckpointIO()] if system.beside else None,
-            )
+                accelerator="cpu", strategy="auto", callbacks=callbacks, max_steps=_MAX_STEPS,
+                enable_checkpointing=checkpoint is not None, plugins=[AsyncCheckpointIO()] if system.beside else None,
+            )  # fmt: skip
             torch.manual_seed(0)
             found = checkpoint.found if isinstance(checkpoint, LightningSaving) else None
             loader = DataLoader(_Tokens(self.size, checkpoint), batch_size=self.size.batch_size)
@@ -252,7 +250,7 @@ class _Watch:
     def __init__(self, checkpoint: Callback | None, place: str, tmpfs: list[Path]) -> None:
         self._checkpoint, self._place, self._tmpfs = checkpoint, place, tmpfs
         self.due: dict[int, float] = {}
-        """Times of the ends of saved steps not known to be safe, by step."""
+        """End times for saved steps not known to be safe, by step."""
         self._safe, self._memory, self._over = list[float](), 0, threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
         self._thread.start()
@@ -269,10 +267,8 @@ class _Watch:
     def _look(self) -> None:
         looked = 0.0
         while not self._over.wait(_LOOK_SECONDS):
-            newest, now = (
-                newest_of(self._checkpoint, self._place) if self._checkpoint else _MAX_STEPS,
-                time.perf_counter(),
-            )
+            newest = newest_of(self._checkpoint, self._place) if self._checkpoint else _MAX_STEPS
+            now = time.perf_counter()
             for step in [step for step in [*self.due] if step <= newest]:
                 self._safe.append(now - self.due.pop(step))
             if now - looked > 0.05:
@@ -305,9 +301,7 @@ def _held_nbytes(tmpfs: list[Path]) -> int:
     own = shared = 0
     for pid in [os.getpid(), *descendants(os.getpid())]:
         with suppress(OSError):
-            lines = dict(
-                re.findall(r"^(Pss_\w+):\s+(\d+)", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
-            )
+            lines = dict(re.findall(r"(?m)^(Pss_\w+):\s+(\d+)", Path(f"/proc/{pid}/smaps_rollup").read_text()))
             own, shared = own + 1024 * int(lines["Pss_Anon"]), shared + 1024 * int(lines["Pss_Shmem"])
     return own + max(shared, sum(512 * each.stat().st_blocks for place in tmpfs for each in _files(place)))
 
@@ -324,7 +318,7 @@ def _files(place: Path) -> Iterator[Path]:
 
 
 class _Stopped(NamedTuple):
-    """State of a halted training."""
+    """A halted training's state."""
 
     at: float  # when its last step ended, by the clock that processes share
     first: int  # step that it went on from; 0 for a fresh start
@@ -385,7 +379,7 @@ class _Said(logging.Handler):
 
 @dataclass(frozen=True, kw_only=True)
 class PeerKills:
-    """Costs of kills of a system, and the fate of a flipped bit."""
+    """Costs when a system's trainings are killed, and a flipped bit's fate."""
 
     killed_at: list[int]
     resumed_from: list[int]
@@ -399,11 +393,11 @@ class PeerKills:
     flip: str
     """Fate of a flipped bit of a weight: `noticed`, `not noticed`, `no effect` or `none flipped`."""
     flip_said: str
-    """Sign of a system's notice of the bit, or the reason why none was flipped."""
+    """Words or act by which a system noticed the bit, or the reason why none was flipped."""
 
 
 class _Node:
-    """Node of a killed training: nothing is left if storage has the copies, else all but the process."""
+    """A killed training's node: nothing is left if storage has the copies, else all but the process."""
 
     def __init__(self, fit: PeerFit) -> None:
         self._fit, self._spared = fit, SYSTEMS[fit.system].place == "memory"
@@ -436,9 +430,7 @@ class _Node:
             self._agent.kill()
             self._agent.join()
             forget(self._fit.name)
-        for pid in self._orphans:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        _kill_all(self._orphans)
         self._orphans.clear()
 
 
@@ -467,14 +459,9 @@ def kill(fit: PeerFit, num_kills: int) -> PeerKills:
         node.close()
     seconds, state_equal, steps_equal = zip(*found, strict=True)
     return PeerKills(
-        killed_at=stops[:-1],
-        resumed_from=[each.first for each in after],
-        seconds=[*seconds],
-        state_equal=all(state_equal),
-        steps_equal=all(steps_equal),
-        flip=flip,
-        flip_said=said,
-    )
+        killed_at=stops[:-1], resumed_from=[each.first for each in after], seconds=[*seconds],
+        state_equal=all(state_equal), steps_equal=all(steps_equal), flip=flip, flip_said=said,
+    )  # fmt: skip
 
 
 def _after_flip(fit: PeerFit, node: _Node, before: _Stopped, stop: int) -> tuple[TurnTaker[_Stopped], tuple[str, str]]:
@@ -486,12 +473,12 @@ def _after_flip(fit: PeerFit, node: _Node, before: _Stopped, stop: int) -> tuple
         return training, ("none flipped", "nothing that was saved has the bytes of the weight")
     try:
         new = training.take()
-    except (CheckpointError, TurnFailed) as error:
-        return training, ("noticed", f"refused: {str(error).strip().splitlines()[-1]}"[:200])
+    except (CheckpointError, TurnFailed):
+        return training, ("noticed", "refused")
     if new.first not in flipped or _SAID.search(new.said):
         return training, ("noticed", f"went on from step {new.first}" if new.first else "began anew")
-    same = new.digests[new.first] == before.digests[new.first] or new.digests[stop] == before.digests[stop]
-    return training, ("no effect" if same else "not noticed", "")
+    same = new.patterns[new.first] == before.patterns[new.first] or new.digests[stop] == before.digests[stop]
+    return training, ("no effect" if same else "not noticed", "")  # it may have had the weight from another copy
 
 
 def _flip(places: list[Path], pattern: bytes) -> bool:
@@ -532,21 +519,23 @@ def serve(address: str) -> None:
 def _end(taker: TurnTaker[PeerTurn], fit: PeerFit) -> None:
     orphans = descendants(taker.pid)
     taker.kill()
-    for pid in orphans:
+    _kill_all(orphans)
+    forget(fit.name)
+
+
+def _kill_all(pids: list[int]) -> None:
+    for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    forget(fit.name)
 
 
 def _imported(names: list[str]) -> dict[str, str]:
     """Return the reason for every system without an import here, by name."""
-    return {name: why for name in names if (why := _why_not(SYSTEMS[name].modules))}
-
-
-def _why_not(modules: tuple[str, ...]) -> str:
-    try:
-        for module in modules:
-            importlib.import_module(module)
-    except Exception as error:  # noqa: BLE001  # other people's modules raise what they like
-        return f"{type(error).__name__}: {error}"
-    return ""
+    found = dict[str, str]()
+    for name in names:
+        try:
+            for module in SYSTEMS[name].modules:
+                importlib.import_module(module)
+        except Exception as error:  # noqa: BLE001, PERF203  # other people's modules raise what they like
+            found[name] = f"{type(error).__name__}: {error}"
+    return found

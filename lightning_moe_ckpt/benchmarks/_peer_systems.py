@@ -1,4 +1,4 @@
-"""Checkpoint systems of `moe-ckpt bench peers`, each saving and loading as its documentation shows first.
+"""Checkpoint systems in `moe-ckpt bench peers`, each saving and loading as its documentation shows first.
 
 All save the same state: module, optimizer, schedule and step. A save must not alias tensors of a CPU, and two systems take
 them for tensors of a device: where NVRx would copy from the device, a clone stands here.
@@ -20,9 +20,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -327,11 +326,8 @@ class PeerSystem:
         return self.label.startswith("ours, ")
 
 
-REQUIREMENTS = {
-    "dlrover": ("dlrover==0.6.1",),
-    "nvrx": ("nvidia-resiliency-ext==0.4.1",),
-    "lm-resiliency": ("lm-resiliency==0.2.0",),
-}
+_PINNED = {"dlrover": "dlrover==0.6.1", "nvrx": "nvidia-resiliency-ext==0.4.1", "lm-resiliency": "lm-resiliency==0.2.0"}
+REQUIREMENTS = {name: (package,) for name, package in _PINNED.items()}
 """Packages of an environment, by its name, beside this package's."""
 _NVRX = "nvidia_resiliency_ext.checkpointing"
 
@@ -340,23 +336,31 @@ def _own(policy: str, place: _Place) -> PeerSystem:
     def make(folder: Path, every: int, _: str) -> Callback | None:
         # At the pace that is asked for, as all others; a difference is what the policy takes at every step.
         variant = Variant(policy, 64 if policy == "differential" else every, memory_only=True)
-        return checkpoint_of(variant, folder.as_uri(), resume="auto")
+        # Storage that a gate holds up would keep memory that these take: they let it rest.
+        rest = {"overhead_target": 1e-4, "storage_at_least": "1h"} if rests(policy, place) else {}
+        return checkpoint_of(variant, folder.as_uri(), resume="auto", **rest)
 
     return PeerSystem(f"ours, {policy}{' at every step' if policy == 'differential' else ''}", place, make)
+
+
+def rests(policy: str, place: str) -> bool:
+    """Return whether storage rests by a target, and no gate holds it up."""
+    return place == "memory" and policy.startswith(("partial", "selective"))
 
 
 def _systems() -> Iterator[tuple[str, PeerSystem]]:
     dlrover = ("dlrover", ("dlrover.trainer.torch.flash_checkpoint.ddp",))
     resilient = ("lm-resiliency", ("lm_resiliency", "lm_resiliency.experimental"))
     nvrx = ("nvrx", (f"{_NVRX}.local.ckpt_managers.local_manager", f"{_NVRX}.async_ckpt.torch_ckpt"))
-    memory: _Place = "memory"
-    storage: _Place = "storage"
+    memory, storage = get_args(_Place)
     yield "none", PeerSystem("none, a second time", memory, lambda *_: None)
     yield "dlrover-memory", PeerSystem("DLRover", memory, lambda f, e, n: _Dlrover(f, e, n, disk=False), *dlrover)
     local = "NVRx, local on a tmpfs, adapted to the CPU"
     yield "nvrx-local", PeerSystem(local, memory, lambda f, e, _: _NvrxLocal(f, every_n_steps=e), *nvrx)
-    in_process = partial(_LmResiliency, disk=False)
-    yield "lm-resiliency-memory", PeerSystem("lm-resiliency", memory, lambda f, e, _: in_process(f, e), *resilient)
+    yield (
+        "lm-resiliency-memory",
+        PeerSystem("lm-resiliency", memory, lambda f, e, _: _LmResiliency(f, e, disk=False), *resilient),
+    )
     yield "ckpt", PeerSystem("Lightning .ckpt", storage, lambda f, e, _: LightningSaving(f, e))
     beside = PeerSystem("Lightning .ckpt, async", storage, lambda f, e, _: LightningSaving(f, e), beside=True)
     yield "ckpt-async", beside
@@ -366,8 +370,10 @@ def _systems() -> Iterator[tuple[str, PeerSystem]]:
     yield "dlrover-disk", PeerSystem("DLRover", storage, lambda f, e, n: _Dlrover(f, e, n, disk=True), *dlrover)
     queued = "NVRx, async, adapted to the CPU"
     yield "nvrx-async", PeerSystem(queued, storage, lambda f, e, _: _NvrxAsync(f, every_n_steps=e), *nvrx)
-    on_disk = partial(_LmResiliency, disk=True)
-    yield "lm-resiliency-disk", PeerSystem("lm-resiliency", storage, lambda f, e, _: on_disk(f, e), *resilient)
+    yield (
+        "lm-resiliency-disk",
+        PeerSystem("lm-resiliency", storage, lambda f, e, _: _LmResiliency(f, e, disk=True), *resilient),
+    )
     for place in (memory, storage):
         for policy in ("sparse", "dense", "differential", "partial", "selective"):
             yield f"{policy}-{place}", _own(policy, place)

@@ -50,16 +50,10 @@ class Paired:
     def of(cls, differences: Sequence[float]) -> Paired:
         """Return the figure, with the narrowest symmetric pair of ordered numbers to cover 95 %."""
         ordered, num = sorted(differences), len(differences)
-        covered = {
-            rank: 1 - 2 * sum(math.comb(num, k) for k in range(rank + 1)) / 2**num for rank in range(-(-num // 2))
-        }
-        rank = max((rank for rank, share in covered.items() if share >= _COVERAGE), default=0)
-        return cls(
-            median=statistics.median(ordered),
-            low=ordered[rank],
-            high=ordered[num - 1 - rank],
-            coverage=max(0.0, covered[rank]),
-        )
+        covered = [1 - 2 * sum(math.comb(num, k) for k in range(rank + 1)) / 2**num for rank in range(-(-num // 2))]
+        rank = max((rank for rank, share in enumerate(covered) if share >= _COVERAGE), default=0)
+        low, high = ordered[rank], ordered[num - 1 - rank]
+        return cls(median=statistics.median(ordered), low=low, high=high, coverage=max(0.0, covered[rank]))
 
     @property
     def is_resolved(self) -> bool:
@@ -118,8 +112,10 @@ def measure(options: SimpleNamespace, progress: Progress) -> list[PeerFigure]:
         for index, (_, name) in enumerate(rounds_of(options.rounds, names)):
             progress(f"training, checkpoints: {name}", index, num_rounds)
             rows[name].take_round(bare.bare_turn)
+            if index % len(names) == len(names) - 1:
+                _write(rows, machine, options)  # what is known, in case somebody ends this
         for index, name in enumerate(names):
-            _write(rows, machine, options)  # what is known, in case somebody ends this
+            _write(rows, machine, options)
             progress(f"watching, then killing: {name}", index, len(names))
             rows[name].take_rest(options.peer_kills)
         return _write(rows, machine, options)
@@ -136,7 +132,7 @@ def _write(rows: Mapping[str, _Row], machine: Machine, options: SimpleNamespace)
 
 
 def _enter_environments(rows: Mapping[str, _Row], place: Path, stack: ExitStack, progress: Progress) -> None:
-    """Start the process of each environment of the rows; a row without process says why."""
+    """Start each environment's process for the rows; a row without process says why."""
     for index, name in enumerate(["", *REQUIREMENTS]):
         own = [row for row in rows.values() if SYSTEMS[row.name].environment == name]
         if not own:
@@ -231,10 +227,8 @@ class _Row:
             }
         if self._watched:
             safe = self._watched[0].safe_seconds
-            facts |= {
-                "safe_seconds": statistics.median(safe) if safe else None,
-                "memory_nbytes": self._watched[0].memory_nbytes - self._bare_nbytes,
-            }
+            facts["safe_seconds"] = statistics.median(safe) if safe else None
+            facts["memory_nbytes"] = self._watched[0].memory_nbytes - self._bare_nbytes
         kills = self._kills[0] if self._kills else None
         return PeerFigure(system=self.name, label=system.label, place=system.place, kills=kills, **facts)
 
@@ -245,13 +239,16 @@ class _Row:
 
 def ranked(figures: Sequence[PeerFigure]) -> list[PeerFigure]:
     """Return the rows; `behind` of ours names the columns worse than the best other system's in the same place."""
-    return [replace(figure, behind=_behind(figure, figures)) for figure in figures]
+    peers = [each for each in figures if each.system != _BASE and not SYSTEMS[each.system].is_ours]
+    return [
+        replace(each, behind=_behind(each, [peer for peer in peers if peer.place == each.place]))
+        if SYSTEMS[each.system].is_ours
+        else each
+        for each in figures
+    ]
 
 
-def _behind(figure: PeerFigure, figures: Sequence[PeerFigure]) -> tuple[str, ...]:
-    if not SYSTEMS[figure.system].is_ours:
-        return ()
-    others = [each for each in figures if _is_peer(each) and each.place == figure.place]
+def _behind(figure: PeerFigure, others: Sequence[PeerFigure]) -> tuple[str, ...]:
     said = []
     for column, worth in _WORTH.items():
         known = {value: each for each in others if (value := worth(each)) is not None}
@@ -263,10 +260,6 @@ def _behind(figure: PeerFigure, figures: Sequence[PeerFigure]) -> tuple[str, ...
         best_added = min(slower, key=lambda each: each.added.median if each.added else 0.0, default=None)
         said = [*([f"step ({best_added.label})"] if best_added is not None else []), *said]
     return tuple(said)
-
-
-def _is_peer(figure: PeerFigure) -> bool:
-    return figure.system != _BASE and not SYSTEMS[figure.system].is_ours
 
 
 def _recovery(figure: PeerFigure) -> float | None:
@@ -290,6 +283,7 @@ _COLUMNS = (
     *("checkpoints", "+ms/step", "interval", "CPU beside +ms/step", "stall ms/step", "safe after ms", "MiB/step"),
     *("host memory +MiB", "after SIGKILL s", "steps repeated", "bits equal", "flipped bit", "behind in"),
 )
+_OTHER_DATA = "those saved; later steps got other data"
 _NOTE = """+ms/step: longer than without checkpoints, median of rounds of four turns, and its interval; CPU beside: of other threads and processes; stall: of the training thread in saves; safe after: from a step's end until a restart goes back no further; MiB/step: bytes taken; host memory: the most, files in memory included; after SIGKILL: to the end of the first new step, processes forked, imports not in it; bits equal: of weights and optimizer, where training went on and at the step of the kill; behind in: worse than the best of the others in that place"""
 
 
@@ -297,9 +291,7 @@ def table(figures: Sequence[PeerFigure]) -> RenderableType:
     """Return the figures for people."""
     steps = [figure.step_seconds for figure in figures if figure.added]
     step = f", a step of {statistics.median(steps) * 1e3:.1f} ms" if steps else ""
-    return table_of(
-        f"Checkpoints of other systems, and ours{step}", _COLUMNS, [row_of(figure) for figure in figures], _NOTE
-    )
+    return table_of(f"Checkpoints of other systems, and ours{step}", _COLUMNS, [*map(row_of, figures)], _NOTE)
 
 
 def row_of(figure: PeerFigure) -> list[str]:
@@ -314,19 +306,17 @@ def row_of(figure: PeerFigure) -> list[str]:
         f"{added.low * 1e3:.1f} to {added.high * 1e3:.1f}",
         f"{figure.beside.median * 1e3:+.2f}",
         f"{figure.hook_seconds * 1e3:.2f}",
-        "not seen" if figure.safe_seconds is None else f"{figure.safe_seconds * 1e3:.0f}",
-        f"{figure.nbytes_per_step / 2**20:.1f}",
-        f"{figure.memory_nbytes / 2**20:+.0f}",
+        _safe(figure),
+        f"{figure.nbytes_per_step / 2**20:.1f}" if figure.nbytes_per_step or figure.system == _BASE else "not seen",
+        "" if figure.memory_nbytes is None else f"{figure.memory_nbytes / 2**20:+.0f}",
     ]
-    if figure.system == _BASE:
-        row[5] = ""
     if kills is None:
         return [*row, f"failed: {figure.missing}" if figure.missing else "", *[""] * 3, ", ".join(figure.behind)]
     low, high = min(kills.seconds), max(kills.seconds)
     repeated = {stop - first for stop, first in zip(kills.killed_at, kills.resumed_from, strict=True)}
     return [
         *row,
-        f"{statistics.median(kills.seconds):.2f} ({low:.2f} to {high:.2f})",
+        f"{statistics.median(kills.seconds):.2f}{f' ({low:.2f} to {high:.2f})' if low < high else ''}",
         "all: no copy is left" if not all(kills.resumed_from) else " or ".join(map(str, sorted(repeated))),
         _bits(kills),
         "" if figure.system == _BASE else f"{kills.flip}{f': {kills.flip_said}' if kills.flip == 'noticed' else ''}",
@@ -334,13 +324,19 @@ def row_of(figure: PeerFigure) -> list[str]:
     ]
 
 
+def _safe(figure: PeerFigure) -> str:
+    if figure.memory_nbytes is None or figure.system == _BASE:
+        return ""
+    return "not seen" if figure.safe_seconds is None else f"{figure.safe_seconds * 1e3:.0f}"
+
+
 def _bits(kills: PeerKills) -> str:
     if not all(kills.resumed_from):
         return ""
-    return "yes" if kills.steps_equal else "those saved; later steps got other data" if kills.state_equal else "no"
+    return "yes" if kills.steps_equal else _OTHER_DATA if kills.state_equal else "no"
 
 
-_BEGIN, _END = "<!-- written by `moe-ckpt bench peers --page` -->", "<!-- end of peers -->"
+_BEGIN, _END = "<!-- written by `moe-ckpt bench peers` -->", "<!-- end of peers -->"
 
 
 def write_page(path: Path, figures: Sequence[PeerFigure], machine: Machine, options: SimpleNamespace) -> None:
@@ -349,9 +345,8 @@ def write_page(path: Path, figures: Sequence[PeerFigure], machine: Machine, opti
     if text.count(_BEGIN) != 1 or _END not in text.partition(_BEGIN)[2]:
         raise ConfigurationError(f"{path} has no `{_BEGIN}` with `{_END}` after it. Put both where the table belongs.")
     before, _, rest = text.partition(_BEGIN)
-    path.write_text(
-        f"{before}{_BEGIN}\n\n{page_of(figures, machine, options)}\n{_END}{rest.partition(_END)[2]}", encoding="utf-8"
-    )
+    page = page_of(figures, machine, options)
+    path.write_text(f"{before}{_BEGIN}\n\n{page}\n{_END}{rest.partition(_END)[2]}", encoding="utf-8")
 
 
 def page_of(figures: Sequence[PeerFigure], machine: Machine, options: SimpleNamespace) -> str:
@@ -372,7 +367,6 @@ def page_of(figures: Sequence[PeerFigure], machine: Machine, options: SimpleName
 
 def draw(figures: Sequence[PeerFigure], path: Path) -> None:
     """Draw the time added to a step, with intervals. Raises `ModuleNotFoundError` without matplotlib."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     shown = [(figure, figure.added) for figure in figures if figure.added is not None][::-1]
@@ -386,6 +380,4 @@ def draw(figures: Sequence[PeerFigure], path: Path) -> None:
     axes.set_xlabel("ms added to a step, with the interval of the median; pale: not resolved", fontsize=8)
     axes.grid(visible=True, axis="x", color="#edf0f4")
     axes.set_axisbelow(True)
-    canvas: Any = FigureCanvasAgg(picture)
-    picture.set_dpi(80)
-    canvas.print_png(str(path))
+    picture.savefig(path, dpi=80, format="png")

@@ -35,7 +35,6 @@ from lightning_moe_ckpt.callbacks import (
     SparseCheckpoint,
 )
 from lightning_moe_ckpt.errors import ConfigurationError
-from lightning_moe_ckpt.storage import Resume
 
 
 class SavingEvery(Callback):
@@ -237,14 +236,14 @@ def chosen_variants(options: SimpleNamespace) -> list[Variant]:
     return [VARIANTS["none"], *([VARIANTS[name] for name in names] or [*_POLICIES, *_PEER_VARIANTS])]
 
 
-def checkpoint_of(variant: Variant, url: str, resume: Resume = "never") -> Callback | None:
-    """Return the callback that saves to `url`, a `file://` for other systems; `None` for no checkpoints."""
+def checkpoint_of(variant: Variant, url: str, **more: Any) -> Callback | None:
+    """Return the callback that saves to `url`, a `file://` for other systems; `None` for no checkpoints. `more` goes to those of ours."""
     system, every = variant.system, variant.every
     if system in PEERS:
         folder = Path(url.removeprefix("file://"))
         folder.mkdir(parents=True, exist_ok=True)
         return PEERS[system](folder, every_n_steps=every)
-    shared: dict[str, Any] = {"resume": resume, **shared_arguments(memory_only=variant.memory_only)}
+    shared: dict[str, Any] = {"resume": "never", **shared_arguments(memory_only=variant.memory_only), **more}
     if system in ("sparse", "monitored"):
         return SparseCheckpoint(url, window=every or "auto", **shared)
     policies = {

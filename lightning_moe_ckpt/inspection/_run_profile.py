@@ -175,10 +175,8 @@ def _put_failures(starts: Sequence[Sequence[Figures]], document: Document, put: 
         put(f"costs.{part}", _median(each[part] for each in own), said)
     if starts and starts[0][-1]["resumed_from"] is None:
         put("costs.startup_all", starts[0][-1]["measured"]["own"]["startup"], "the first start, launcher included")
-    restores = [
-        (sum(start[-1]["measured"]["restored_nbytes"].values()), start[-1]["measured"]["own"]["restore"])
-        for start in resumed
-    ]
+    measured = [start[-1]["measured"] for start in resumed]
+    restores = [(sum(each["restored_nbytes"].values()), each["own"]["restore"]) for each in measured]
     sizes = [nbytes for nbytes, _ in restores if nbytes]
     per_nbyte, fixed = 0.0, _median(seconds for _, seconds in restores)
     if sizes and max(sizes) > _SPREAD * min(sizes):

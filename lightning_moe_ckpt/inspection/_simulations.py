@@ -1,22 +1,36 @@
-"""Simulate a described run under several checkpointing systems, and show them side by side."""
+"""Show simulations of a described run side by side, and the choice of `simulation.choose`."""
 
 from __future__ import annotations
 
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import yaml  # type: ignore[import-untyped]  # it has no types, and stubs are not a dependency
 from rich.console import RenderableType
 
-from lightning_moe_ckpt._units import rate_text, size_text, time_text
+from lightning_moe_ckpt._units import rate_text, read_duration, size_text, time_text
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.goodput import PARTS, Goodput
 from lightning_moe_ckpt.inspection._answers import Answer, plain_table
-from lightning_moe_ckpt.simulation import SYSTEMS, Failures, Profile, Scope, Simulated, System, expected, simulate
+from lightning_moe_ckpt.simulation import (
+    EVERY_MEMORY,
+    SYSTEMS,
+    Failures,
+    PlannedRun,
+    Profile,
+    Scope,
+    Simulated,
+    System,
+    choose,
+    expected,
+    reasons,
+    simulate,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,16 +76,8 @@ class _Row:
 
 
 def simulation_answer(
-    *,
-    path: Path,
-    mtbf: float | None,
-    trace: Path | None,
-    scope: Scope | None,
-    chosen: Sequence[str],
-    hours: float,
-    seeds: int,
-    plot: Path | None,
-) -> Answer:
+    *, path: Path, mtbf: float | None, trace: Path | None, scope: Scope | None, chosen: Sequence[str], hours: float, seeds: int, plot: Path | None
+) -> Answer:  # fmt: skip
     """Return every chosen system's goodput, as simulated from several seeds and in closed form; also drawn if `plot` names a file.
 
     Raises:
@@ -95,9 +101,8 @@ def simulation_answer(
     facts = {"profile": str(path), "mtbf": None if trace else mtbf, "trace": str(trace) if trace else None}
     facts |= {"hours": hours, "seeds": seeds, "step_seconds": profile.step_seconds, "ranks": profile.ranks}
     document = facts | {"systems": [row.document() for row in rows]}
-    heading = (
-        f"{profile.ranks} ranks, steps of {profile.step_seconds:.3g} s, {hours:g} h, failures every {time_text(mean)}"
-    )
+    steps = f"{profile.ranks} ranks, steps of {profile.step_seconds:.3g} s"
+    heading = f"{steps}, {hours:g} h, failures every {time_text(mean)}"
     return Answer(document, lambda: [heading, *_tables(rows, profile)])
 
 
@@ -109,16 +114,14 @@ def system_of(text: str) -> System:
     known = [field.name for field in fields(SYSTEMS[name])]  # type: ignore[arg-type]
     given = dict(each.partition("=")[::2] for each in settings.split(",") if each)
     if wrong := [key for key in given if key not in known]:
-        raise ConfigurationError(
-            f"`--system {text}`: {name} has no `{wrong[0]}`, but {', '.join(known) or 'no settings'}."
-        )
+        has = ", ".join(known) or "no settings"
+        raise ConfigurationError(f"`--system {text}`: {name} has no `{wrong[0]}`, but {has}.")
     try:
         values = {key: json.loads(value) for key, value in given.items()}
         found: System = replace(SYSTEMS[name], **values)  # type: ignore[type-var]
     except (ValueError, TypeError) as error:
-        raise ConfigurationError(
-            f"`--system {text}`: settings are as in ours-sparse:window=4,localized=true. {error}"
-        ) from error
+        like = "settings are as in ours-sparse:window=4,localized=true"
+        raise ConfigurationError(f"`--system {text}`: {like}. {error}") from error
     return found
 
 
@@ -142,13 +145,7 @@ def _tables(rows: Sequence[_Row], profile: Profile) -> list[RenderableType]:
     return [goodput, costs]
 
 
-_COLOURS: Mapping[str, str] = dict(
-    zip(
-        PARTS,
-        ("#3c8d5a", "#e0a030", "#f0cf80", "#8064a2", "#a08bc0", "#4f81bd", "#c05048", "#7a2f2a", "#b0b0b0"),
-        strict=True,
-    )
-)
+_COLOURS = ["#3c8d5a", "#e0a030", "#f0cf80", "#8064a2", "#a08bc0", "#4f81bd", "#c05048", "#7a2f2a", "#b0b0b0"]
 
 
 def _draw(path: Path, rows: Sequence[_Row]) -> None:
@@ -157,9 +154,9 @@ def _draw(path: Path, rows: Sequence[_Row]) -> None:
 
     figure = Figure(figsize=(9, 1.2 + 0.35 * len(rows)), layout="constrained")
     axes, left = figure.add_subplot(), [0.0] * len(rows)
-    for part in PARTS:
+    for part, colour in zip(PARTS, _COLOURS, strict=True):
         widths = [100 * row.goodput.shares()[part] for row in rows]
-        axes.barh([row.name for row in rows], widths, left=left, color=_COLOURS[part], label=part)
+        axes.barh([row.name for row in rows], widths, left=left, color=colour, label=part)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.invert_yaxis()
     axes.set(xlim=(0, 100), xlabel="% of wall time")
@@ -169,3 +166,60 @@ def _draw(path: Path, rows: Sequence[_Row]) -> None:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"`--plot {path}`: no figure can be written there. {error}") from error
+
+
+# -- choices
+
+
+def planned(profile: Path, *, mtbf: object, url: str, as_yaml: bool, **limits: Any) -> Answer:
+    """Choose for a profile, see `choose`. Raises `ConfigurationError` if the profile cannot be read, or nothing can work."""
+    if mtbf is None:
+        raise ConfigurationError(
+            "`--profile` says what things cost, and the choice depends on how often they fail: add `--mtbf`, the mean time "
+            "between failures of the whole run, such as `--mtbf 2h`."
+        )
+    found = choose(read := Profile.read(profile), read_duration(mtbf).total_seconds(), **limits)
+    if as_yaml:
+        entry = found[0].document()["callback"]
+        entry["init_args"] = {"url": url, **entry["init_args"]}
+        text = yaml.safe_dump({"trainer": {"callbacks": [entry]}}, sort_keys=False).rstrip()
+        return Answer(entry, lambda: [text])
+    best, *others = [each.document() for each in found]
+    document = {**best, "why": reasons(found), "alternatives": others}
+    return Answer(document, lambda: _choices(read, found))
+
+
+def _choices(profile: Profile, found: Sequence[PlannedRun]) -> list[RenderableType]:
+    best, titles = found[0], [each.label for each in found]
+    table = plain_table("", *titles, right=titles)
+    step = profile.step_seconds
+    rows = {
+        "steps between generations": [str(each.every) for each in found],
+        "that is": [time_text(float(each.every * step)) for each in found],
+        "copies on other nodes": [str(each.system.replicas) for each in found],
+        "storage gets one every": [time_text(float(each.storage_seconds)) for each in found],
+        "storage per hour": [size_text(each.storage_nbytes_per_hour) for each in found],
+        "shared memory of a node": [size_text(each.host_nbytes) for each in found],
+        "expected goodput": [f"{each.goodput.share:.2%}" for each in found],
+    }
+    shares = [each.goodput.shares() for each in found]
+    rows |= {
+        f"  {part}": [f"{each[part]:.2%}" for each in shares]
+        for part in PARTS[1:]
+        if any(each[part] >= 5e-5 for each in shares)
+    }
+    if any(each.lost_portion for each in found):
+        rows["lost tokens"] = [f"{each.lost_portion:.2%}" if each.lost_portion else "none" for each in found]
+    for name, cells in rows.items():
+        table.add_row(name, *cells)
+    name, given = best.callback()
+    arguments = ", ".join(["url", *(f"{key}={value!r}" for key, value in given.items())])
+    said: list[RenderableType] = [table, "why:", *(f"  {text}" for text in reasons(found)), f"{name}({arguments})"]
+    if best.spares < best.spares_needed:
+        said.append(f"spares: {best.spares} of the profile are too few, see idle: {best.spares_needed} hardly ever are")
+    elif best.spares:
+        said.append(f"spares: {best.spares}, since a lost one is away for {time_text(float(profile.costs.repair))}")
+    return [
+        *said,
+        f"taken for granted: one failure in {1 / EVERY_MEMORY:.0f} reaches the memory of every node, and takes no machine away",
+    ]

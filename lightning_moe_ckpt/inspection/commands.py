@@ -52,11 +52,10 @@ from lightning_moe_ckpt.inspection._conformance import Check, examine_url
 from lightning_moe_ckpt.inspection._export import ExportOptions
 from lightning_moe_ckpt.inspection._export import export as write_files
 from lightning_moe_ckpt.inspection._import import import_run
-from lightning_moe_ckpt.inspection._plan_view import planned
 from lightning_moe_ckpt.inspection._progress_views import follow, progress_now, write_page
 from lightning_moe_ckpt.inspection._run_profile import write_profile
 from lightning_moe_ckpt.inspection._run_progress import Follower
-from lightning_moe_ckpt.inspection._simulations import simulation_answer
+from lightning_moe_ckpt.inspection._simulations import planned, simulation_answer
 from lightning_moe_ckpt.inspection._verify import Verdict
 from lightning_moe_ckpt.inspection._verify import verify as read_everything
 from lightning_moe_ckpt.launch import DENSIFY

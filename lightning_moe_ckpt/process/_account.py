@@ -27,7 +27,7 @@ from lightning_moe_ckpt.goodput import PARTS, Goodput
 from lightning_moe_ckpt.process._stall import HookClock
 
 ACCOUNT_NBYTES = 256
-"""Bytes of an account."""
+"""An account's bytes."""
 
 _MAGIC = b"goodput1"
 _PHASE = struct.Struct(f"<8sqqddd{len(PARTS)}d")
@@ -226,7 +226,7 @@ class RunAccount:
         return Goodput(**{name: max(0.0, now[name] - before[name]) for name in PARTS})
 
     def taken_again(self) -> dict[str, int]:
-        """Return the numbers of repeated and of lost steps."""
+        """Return the numbers of repeated and lost steps."""
         repeated = min(self.step, self.covered)
         lost = min(self.step, self.reached) - max(self.first, self.covered)
         return {"repeated": max(0, repeated - self.first), "lost": max(0, lost)}

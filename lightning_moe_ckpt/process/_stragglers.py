@@ -166,11 +166,9 @@ class Stragglers:
             changes = self._looks[rank] >= _LOOKS
             if was is not changes:
                 slow[rank] = factor
-        before, self.figures = (
-            self.figures,
-            StragglerFigures(seconds=tuple(seconds), factors=tuple(factors), slow=slow, hosts=self.hosts),
-        )
-        for rank in sorted(slow.keys() ^ before.slow.keys()):
+        was_slow = self.figures.slow
+        self.figures = StragglerFigures(seconds=tuple(seconds), factors=tuple(factors), slow=slow, hosts=self.hosts)
+        for rank in sorted(slow.keys() ^ was_slow.keys()):
             self._say(rank, medians[rank // size])
 
     def _say(self, rank: int, median: float) -> None:

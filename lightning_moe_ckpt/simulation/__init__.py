@@ -3,8 +3,6 @@
 Internal: may change in any version.
 """
 
-from lightning_moe_ckpt.simulation._behaviour import Behaviour as Behaviour
-from lightning_moe_ckpt.simulation._behaviour import SimulatedTier as SimulatedTier
 from lightning_moe_ckpt.simulation._chooser import EVERY_MEMORY as EVERY_MEMORY
 from lightning_moe_ckpt.simulation._chooser import PlannedRun as PlannedRun
 from lightning_moe_ckpt.simulation._chooser import choose as choose
@@ -12,7 +10,6 @@ from lightning_moe_ckpt.simulation._chooser import reasons as reasons
 from lightning_moe_ckpt.simulation._events import Simulated as Simulated
 from lightning_moe_ckpt.simulation._events import expected as expected
 from lightning_moe_ckpt.simulation._events import simulate as simulate
-from lightning_moe_ckpt.simulation._failures import SCOPES as SCOPES
 from lightning_moe_ckpt.simulation._failures import Failures as Failures
 from lightning_moe_ckpt.simulation._failures import Scope as Scope
 from lightning_moe_ckpt.simulation._profile import ClusterProfile as ClusterProfile

@@ -144,14 +144,9 @@ def _cut(items: Sequence[PlanItem], nbytes: int) -> tuple[PlanItem, ...]:
 
 
 def places_of(
-    profile: Profile,
-    steps: Sequence[float],
-    every: int,
-    *,
-    replicas: int = 0,
-    storage_every: int | None = None,
+    profile: Profile, steps: Sequence[float], every: int, *, replicas: int = 0, storage_every: int | None = None,
     restored: float | None = None,
-) -> tuple[SimulatedTier, ...]:
+) -> tuple[SimulatedTier, ...]:  # fmt: skip
     """Return memory, other nodes and storage, each with as many generations as its speed allows.
 
     `steps` are a rank's bytes in each step of a generation, taken `every` so many steps, and `restored` its bytes in a restore, by default the same.
@@ -163,32 +158,21 @@ def places_of(
     whole = nbytes if restored is None else restored
     here = costs.restore_fixed + whole * costs.restore_per_nbyte
     taken = steps[-1] / speeds.device_host
-    found = [
-        SimulatedTier(
-            name=MEMORY_OF_NODE, survives="process", every=every, lag=taken, restore=here, nbytes=nbytes * ranks / every
-        )
-    ]
+    tiers: list[tuple[str, Scope, int, float, float, int]] = [(MEMORY_OF_NODE, "process", every, taken, 0.0, 0)]
     if replicas := min(replicas, cluster.nodes - 1):
         second = cluster.ranks_per_node * replicas / speeds.host_host
         kept = every * max(1, math.ceil(nbytes * second / (every * step)))
         way = whole * cluster.ranks_per_node / speeds.host_host
-        place = SimulatedTier(name=OTHER_NODES, survives="node", every=kept, lag=taken + steps[-1] * second, restore=here + way,
-                      nbytes=nbytes * ranks * replicas / kept, copies=replicas)  # fmt: skip
-        found.append(place)
+        tiers.append((OTHER_NODES, "node", kept, taken + steps[-1] * second, way, replicas))
     if storage_every != 0:
         put = nbytes * ranks / speeds.storage
         kept = every * math.ceil(max(storage_every or 1, put / step) / every)
-        way = whole * ranks / speeds.storage
-        place = SimulatedTier(
-            name=STORED,
-            survives="cluster",
-            every=kept,
-            lag=taken + put,
-            restore=here + way,
-            nbytes=nbytes * ranks / kept,
-        )
-        found.append(place)
-    return tuple(found)
+        tiers.append((STORED, "cluster", kept, taken + put, whole * ranks / speeds.storage, 0))
+    return tuple(
+        SimulatedTier(name=name, survives=survives, every=kept, lag=lag, restore=here + way, copies=copies,
+                      nbytes=nbytes * ranks * max(1, copies) / kept)
+        for name, survives, kept, lag, way, copies in tiers
+    )  # fmt: skip
 
 
 def _evenness(profile: Profile) -> float:

@@ -16,7 +16,7 @@ from typing import Any
 
 from lightning_moe_ckpt._units import size_text, time_text
 from lightning_moe_ckpt.errors import ConfigurationError
-from lightning_moe_ckpt.goodput import PARTS, Goodput
+from lightning_moe_ckpt.goodput import Goodput
 from lightning_moe_ckpt.planning._forecast import forecast_run
 from lightning_moe_ckpt.policies import DensePolicy, DifferentialPolicy, PartialPolicy, Policy, SparsePolicy
 from lightning_moe_ckpt.simulation._behaviour import STORED, Behaviour, rank_items
@@ -102,7 +102,7 @@ class PlannedRun:
     def document(self) -> dict[str, Any]:
         """Return everything as JSON values."""
         name, given = self.callback()
-        figures = (
+        figures = [
             "window",
             "every",
             "storage_seconds",
@@ -111,7 +111,7 @@ class PlannedRun:
             "lost_portion",
             "spares",
             "spares_needed",
-        )
+        ]
         return {
             "policy": self.system.policy,
             "replicas": self.system.replicas,
@@ -123,15 +123,9 @@ class PlannedRun:
 
 
 def choose(
-    profile: Profile,
-    mtbf: float,
-    *,
-    scope: Scope | None = None,
-    allow_loss: float = 0.0,
-    host_nbytes: int | None = None,
-    replicas: int | None = None,
-    policies: Sequence[str] = ("sparse", "dense", "differential", "partial"),
-) -> list[PlannedRun]:
+    profile: Profile, mtbf: float, *, scope: Scope | None = None, allow_loss: float = 0.0, host_nbytes: int | None = None,
+    replicas: int | None = None, policies: Sequence[str] = ("sparse", "dense", "differential", "partial"),
+) -> list[PlannedRun]:  # fmt: skip
     """Return the best ways to take checkpoints, best first, different in policy, window or experts: three at most.
 
     The whole run fails every `mtbf` seconds, usually with the loss `scope`: by default a node where there are several, else a process. `allow_loss` is
@@ -174,15 +168,16 @@ def choose(
 def reasons(planned: Sequence[PlannedRun]) -> list[str]:
     """Return a sentence for each alternative: its deficit, and the parts with the largest losses and gains."""
     best, *others = planned
-    return [_reason(best, other) for other in others]
-
-
-def _reason(best: PlannedRun, other: PlannedRun) -> str:
-    ours, theirs = best.goodput.shares(), other.goodput.shares()
-    more = {name: 100 * (theirs[name] - ours[name]) for name in PARTS if name != "productive"}
-    told = sorted((name for name in more if abs(more[name]) >= 0.005), key=lambda name: -abs(more[name]))[:3]
-    why = ", ".join(f"{abs(more[name]):.2f} {'more' if more[name] > 0 else 'less'} {name}" for name in told)
-    return f"{other.label}: {100 * (best.goodput.share - other.goodput.share):.2f} points less{why and f': {why}'}"
+    said, ours = list[str](), best.goodput.shares()
+    for other in others:
+        more = {
+            name: 100 * (part - ours[name]) for name, part in other.goodput.shares().items() if name != "productive"
+        }
+        told = sorted((name for name in more if abs(more[name]) >= 0.005), key=lambda name: -abs(more[name]))[:3]
+        why = ", ".join(f"{abs(more[name]):.2f} {'more' if more[name] > 0 else 'less'} {name}" for name in told)
+        less = 100 * (best.goodput.share - other.goodput.share)
+        said.append(f"{other.label}: {less:.2f} points less{why and f': {why}'}")
+    return said
 
 
 def _refuse_hopeless(profile: Profile, mtbf: float) -> None:
@@ -243,18 +238,12 @@ class _Search:
         cycle = self._cycle(behaviour)
         hourly = stored.nbytes * 3600 / (step + behaviour.extra)
         return PlannedRun(
-            system=found,
-            goodput=cycle,
-            window=found.window or 1,
-            every=found.every_n_steps or 1,
-            storage_seconds=stored.every * (step + behaviour.extra),
-            storage_nbytes_per_hour=hourly * cycle.share,
-            host_nbytes=round(behaviour.host_memory),
-            lost_portion=behaviour.unsaved * step / max(cycle.productive, step),
-            spares=self._profile.cluster.spares,
+            system=found, goodput=cycle, window=found.window or 1, every=found.every_n_steps or 1,
+            storage_seconds=stored.every * (step + behaviour.extra), plans_storage=bool(found.storage_every),
+            storage_nbytes_per_hour=hourly * cycle.share, host_nbytes=round(behaviour.host_memory),
+            lost_portion=behaviour.unsaved * step / max(cycle.productive, step), spares=self._profile.cluster.spares,
             spares_needed=self._spares,
-            plans_storage=bool(found.storage_every),
-        )
+        )  # fmt: skip
 
     def _at_best_interval(self, system: Ours) -> Ours:
         """Return the candidate with its best steps between generations: of powers of 4 times a window, then closer and closer."""
@@ -279,10 +268,8 @@ class _Search:
         usual = mean_cycle(self._profile, behaviour, self._mtbf, self._scope)
         if not self._rarely:
             return usual
-        rare = asdict(mean_cycle(self._rare, behaviour, self._mtbf, "cluster"))
-        return Goodput(
-            **{name: (1 - self._rarely) * each + self._rarely * rare[name] for name, each in asdict(usual).items()}
-        )
+        rare, often = asdict(mean_cycle(self._rare, behaviour, self._mtbf, "cluster")), 1 - self._rarely
+        return Goodput(**{name: often * each + self._rarely * rare[name] for name, each in asdict(usual).items()})
 
 
 def _spares(profile: Profile, mtbf: float, scope: Scope) -> int:
@@ -300,10 +287,7 @@ def _memory(profile: Profile, planned: PlannedRun) -> int:
     model, cluster, system = profile.model, profile.cluster, planned.system
     described = {
         "config": None,
-        "layers": model.layers,
-        "experts": model.experts,
-        "params": model.params,
-        "expert_params": model.expert_params,
+        **{name: getattr(model, name) for name in ("layers", "experts", "params", "expert_params")},
     }
     described |= {"nodes": cluster.nodes, "ranks_per_node": cluster.ranks_per_node, "replicas": system.replicas}
     described |= {"expert_parallel": cluster.expert_parallel, "stages": cluster.pipeline}

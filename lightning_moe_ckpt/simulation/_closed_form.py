@@ -43,12 +43,8 @@ def mean_cycle(profile: Profile, behaviour: Behaviour, mtbf: float, scope: Scope
         left -= seconds / mtbf
     again = mtbf / (step + extra) - kept
     first = max(0.0, (mtbf - again * (behaviour.again + extra)) / (step + extra))
-    return Goodput(**parts) + Goodput(
-        productive=first * step,
-        lost=again * behaviour.again,
-        hooks=(first + again) * behaviour.hooks,
-        slowed=(first + again) * behaviour.slowed,
-    )
+    steps, trained = first + again, {"productive": first * step, "lost": again * behaviour.again}
+    return Goodput(**parts) + Goodput(**trained, hooks=steps * behaviour.hooks, slowed=steps * behaviour.slowed)
 
 
 def log_enough(away: float, spares: int) -> float:

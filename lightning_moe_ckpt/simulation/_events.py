@@ -54,15 +54,9 @@ class Simulated:
 
 
 def simulate(
-    profile: Profile,
-    system: System,
-    failures: Failures,
-    *,
-    until_steps: int | None = None,
-    until_seconds: float | None = None,
-    seed: int = 0,
-    first_start: float = 0.0,
-) -> Simulated:
+    profile: Profile, system: System, failures: Failures, *, until_steps: int | None = None,
+    until_seconds: float | None = None, seed: int = 0, first_start: float = 0.0,
+) -> Simulated:  # fmt: skip
     """Simulate a run until a number of steps or seconds of wall time, whichever comes first; by default `training.steps` of the profile.
 
     The `seed` decides when failures come without a trace, and which nodes are lost together. The first step begins after `first_start` seconds.
@@ -182,7 +176,8 @@ class _Run:
                 if not self._pass(part, seconds, min(after, self.end)):
                     break
                 if part == "idle":
-                    self._replace_missing()
+                    self._count_returned()
+                    self._spares, self._missing = self._spares - self._missing, 0
                 elif part == "restore":  # with which copies are complete again
                     self._together = 0
             else:
@@ -244,10 +239,6 @@ class _Run:
         nodes = sorted(self._returning)[late - 1] - self.now if late > 0 else 0.0
         return max(nodes, self.profile.costs.repair if scope == "cluster" else 0.0)
 
-    def _replace_missing(self) -> None:
-        self._count_returned()
-        self._spares, self._missing = self._spares - self._missing, 0
-
     def _count_returned(self) -> None:
         back = [each for each in self._returning if each <= self.now + _ROUNDING]
         self._spares += len(back)
@@ -257,14 +248,12 @@ class _Run:
         self._throw_away(self.reached - self.done)
         wanted, tokens = self.profile.training.steps, self.profile.training.tokens or 1
         finish = self.now if self.done >= self.goal else wanted * self.now / self.done if wanted and self.done else None
-        return Simulated(
-            goodput=Goodput(**{name: max(0.0, seconds) for name, seconds in self.parts.items()}),
-            steps=self.done,
-            failures=self.failures,
-            nbytes=self.nbytes,
-            host_memory=self.memory,
-            lost_tokens=self.lost * tokens,
-            lost_portion=self.lost / self.done if self.done else 0.0,
-            finish_seconds=finish,
-            notes=self.behaviour.notes,
+        parts, portion = (
+            {name: max(0.0, each) for name, each in self.parts.items()},
+            self.lost / (self.done or math.inf),
         )
+        return Simulated(
+            goodput=Goodput(**parts), steps=self.done, failures=self.failures, nbytes=self.nbytes,
+            host_memory=self.memory, lost_tokens=self.lost * tokens, lost_portion=portion, finish_seconds=finish,
+            notes=self.behaviour.notes,
+        )  # fmt: skip

@@ -41,15 +41,15 @@ class TrainingProfile:
     stage_seconds: tuple[float, ...] = _value("seconds", (), least=_ABOVE_ZERO, levels=1)
     """Seconds of a micro-batch in each pipeline stage, forward and backward with the stage's own communication."""
     update_seconds: float = _value("seconds", 0.0)
-    """Seconds of the optimizer; with `stage_seconds` only."""
+    """The optimizer's seconds; with `stage_seconds` only."""
     synced: int = _value("size", 0)
     """Bytes that a rank reduces in a step; with `stage_seconds` only."""
     noise: float = _value("factor", 0.0)
     """Standard deviation of a step's time, as a part of the mean. The simulation takes means: a measured run differs by this much."""
     steps: int | None = _value("count", None, least=1)
-    """Steps of the whole training, for its time to finish."""
+    """The whole training's steps, for its time to finish."""
     tokens: int = _value("count", 0)
-    """Tokens of a step; 0 counts lost tokens in steps."""
+    """Tokens per step; 0 counts lost tokens in steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class ModelProfile:
     layers: int = _value("count", least=1, most=1e4)
     """Blocks with experts."""
     experts: int = _value("count", least=0, most=1e4)
-    """Experts of each block."""
+    """Experts per block."""
     params: int = _value("count", least=1)
     """Parameters in all."""
     expert_params: int = _value("count", 0)
@@ -77,7 +77,7 @@ class ClusterProfile:
     """Machines, and how the training is spread over them."""
 
     nodes: int = _value("count", 1, least=1, most=1e6)
-    """Machines of the run."""
+    """The run's machines."""
     ranks_per_node: int = _value("count", 1, least=1, most=1e6)
     """Processes on each."""
     pipeline: int = _value("count", 1, least=1, most=1e6)
@@ -85,7 +85,7 @@ class ClusterProfile:
     expert_parallel: int = _value("count", 1, least=1, most=1e6)
     """Ranks that share a set of experts."""
     micro_batches: int = _value("count", 1, least=1)
-    """Micro-batches of a pipeline in a step."""
+    """A pipeline's micro-batches in a step."""
     spares: int = _value("count", 0)
     """Machines, or waiting processes, to replace lost ones at once."""
 
@@ -95,15 +95,15 @@ class SpeedProfile:
     """Bytes per second between places."""
 
     device_host: float = _value("speed", least=1)
-    """Bytes per second of one rank, from its device to memory of the node."""
+    """A rank's bytes per second, from its device to the node's memory."""
     host_host: float = _value("speed", math.inf, least=1)
     """Bytes per second from a node to other nodes."""
     storage: float = _value("speed", math.inf, least=1)
-    """Bytes per second of storage, all nodes together."""
+    """Bytes per second to storage, all nodes together."""
     alpha: float = _value("seconds", 0.0)
-    """Seconds of a collective, whatever its bytes."""
+    """A collective's seconds, whatever its bytes."""
     beta: float = _value("factor", 0.0)
-    """Seconds of a collective per byte."""
+    """A collective's seconds per byte."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,15 +117,15 @@ class CostProfile:
     startup_all: float | None = _value("seconds", None)
     """Seconds of a start of all ranks, for systems without single replacement; `None` for `startup`."""
     restore_fixed: float = _value("seconds", 0.0)
-    """Seconds of a restore, whatever its bytes."""
+    """A restore's seconds, whatever its bytes."""
     restore_per_nbyte: float = _value("factor", 0.0)
-    """Seconds of a restore per byte of a rank, on top of the way from other nodes or storage."""
+    """A restore's seconds per byte of a rank, on top of the way from other nodes or storage."""
     warm_up: float = _value("seconds", 0.0)
     """Seconds lost in all by slower first steps after a start, hooks included."""
     hooks_per_step: float = _value("seconds", 0.0)
-    """Seconds of hooks in a step without capture."""
+    """Seconds in hooks, per step without capture."""
     hooks_per_capture: float = _value("seconds", 0.0)
-    """Seconds of hooks in a step with a capture."""
+    """Seconds in hooks, per step with a capture."""
     slowed_per_nbyte: float = _value("factor", 0.0)
     """Seconds by which steps are longer, per byte from a rank to any tier."""
     replay_factor: float = _value("factor", 1.0, least=_ABOVE_ZERO)
@@ -160,15 +160,12 @@ class Profile:
         if model.operators and not any(full for full, _ in model.operators):
             raise _refusal("model.operators", "only zeros", "a list of pairs, some with bytes of full state")
         if (training.step_seconds is None) == (not training.stage_seconds):
-            raise _refusal(
-                "training.step_seconds", training.step_seconds, "seconds, or `training.stage_seconds`, and not both"
-            )
+            wanted = "seconds, or `training.stage_seconds`, and not both"
+            raise _refusal("training.step_seconds", training.step_seconds, wanted)
         if training.stage_seconds and len(training.stage_seconds) != cluster.pipeline:
             wanted = f"one for each of `cluster.pipeline`, {cluster.pipeline}"
             raise _refusal("training.stage_seconds", list(training.stage_seconds), wanted)
-        if cluster.pipeline * cluster.expert_parallel > self.ranks or self.ranks % (
-            cluster.pipeline * cluster.expert_parallel
-        ):
+        if self.ranks % (cluster.pipeline * cluster.expert_parallel):
             wanted = f"{cluster.pipeline} stages of {cluster.expert_parallel} expert-parallel ranks, or a multiple"
             raise _refusal("cluster.nodes", cluster.nodes, f"{wanted}; there are {self.ranks} ranks")
         if self.dense_params < 0:
@@ -177,7 +174,7 @@ class Profile:
 
     @property
     def ranks(self) -> int:
-        """Processes of the run."""
+        """The run's processes."""
         return self.cluster.nodes * self.cluster.ranks_per_node
 
     @property
@@ -241,12 +238,8 @@ class Profile:
         document: dict[str, dict[str, Any]] = {}
         for section in fields(self):
             found = getattr(self, section.name)
-            kept = {
-                each.name: getattr(found, each.name)
-                for each in fields(found)
-                if getattr(found, each.name) != each.default
-            }
-            document[section.name] = {name: _plain(value) for name, value in kept.items()}
+            kept = {each: value for each in fields(found) if (value := getattr(found, each.name)) != each.default}
+            document[section.name] = {each.name: _plain(value) for each, value in kept.items()}
         return yaml.safe_dump(document, sort_keys=False)  # type: ignore[no-any-return]
 
 
@@ -310,12 +303,9 @@ def _checked(name: str, value: object, rules: Mapping[str, Any], level: int = 0)
 
 
 def _wanted(rules: Mapping[str, Any]) -> str:
-    kinds = {
-        "seconds": "a time in seconds, or such as 10min,",
-        "size": (size := "bytes, or a size such as 5GB,"),
-        "speed": size,
-        "count": "a whole number",
-        "factor": "a number",
-    }
-    least = rules["least"]
+    kinds, least = (
+        {"seconds": "a time in seconds, or such as 10min,", "size": "bytes, or a size such as 5GB,"},
+        rules["least"],
+    )
+    kinds |= {"count": "a whole number", "factor": "a number", "speed": kinds["size"]}
     return f"{kinds[rules['unit']]} {'above 0' if least == _ABOVE_ZERO else f'of {least:g} or more'}, at most {rules['most']:g}"

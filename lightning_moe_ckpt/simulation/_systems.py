@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 from typing_extensions import override
 
@@ -56,9 +56,6 @@ def _wrong(name: str, value: object) -> str:
 class System(ABC):
     """A checkpointing system with its settings."""
 
-    name: ClassVar[str]
-    """Name of the system in messages."""
-
     def __post_init__(self) -> None:
         for each in fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
             value = getattr(self, each.name)
@@ -76,10 +73,16 @@ class System(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Tiered(System):
+    replicas: int = 2
+    """Copies on other nodes, or on all of them where there are fewer."""
+    storage_every: int | None = None
+    """Least steps between generations in storage; `None` for storage's best, 0 for no storage."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class NoCheckpoints(System):
     """Training begun anew after every failure."""
-
-    name = "none"
 
     @override
     def behaviour(self, profile: Profile, mtbf: float) -> Behaviour:
@@ -95,8 +98,6 @@ class CheckFreq(System):
     interval: int | None = None
     """Steps between generations; `None` for the shortest within the limit and storage's speed."""
 
-    name = "checkfreq"
-
     @override
     def behaviour(self, profile: Profile, mtbf: float) -> Behaviour:
         nbytes = full_nbytes(profile)
@@ -109,17 +110,11 @@ class CheckFreq(System):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemini(System):
+class Gemini(_Tiered):
     """Everything to memory of the node and of others, at the interval with the best expected goodput: an oracle."""
 
-    replicas: int = 2
-    """Copies on other nodes, or on all of them where there are fewer."""
-    storage_every: int | None = None
-    """Least steps between generations in storage; `None` for as often as it keeps up, 0 for no storage."""
     interval: int | None = None
     """Steps between generations; `None` asks the oracle."""
-
-    name = "gemini"
 
     @override
     def behaviour(self, profile: Profile, mtbf: float) -> Behaviour:
@@ -135,21 +130,15 @@ class Gemini(System):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoC(System):
+class MoC(_Tiered):
     """Some experts in every step, twice as many after each failure once too many tokens are lost."""
 
     portion: float = 1 / 8
     """Part of a layer's experts in a step, at first (MoEvement, Fig. 10c)."""
     plt_budget: float = 0.05
     """Largest portion of lost tokens (PEC, Sec. 3.1)."""
-    replicas: int = 2
-    """Copies on other nodes, or on all of them where there are fewer."""
-    storage_every: int | None = None
-    """Least steps between generations in storage; `None` for as often as it keeps up, 0 for no storage."""
     overhead: float = 0.0
     """Overhead at first beyond the bytes', as a part of a step."""
-
-    name = "moc"
 
     @override
     def behaviour(self, profile: Profile, mtbf: float) -> Behaviour:
@@ -171,21 +160,15 @@ class MoC(System):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoEvement(System):
+class MoEvement(_Tiered):
     """Sparse windows back to back, by Algorithm 1."""
 
     window: int | None = None
     """Steps; `None` asks Algorithm 1."""
     localized: bool = True
     """Whether only the failed pipeline stage takes steps again."""
-    replicas: int = 2
-    """Copies on other nodes, or on all of them where there are fewer."""
-    storage_every: int | None = None
-    """Least steps between generations in storage; `None` for as often as it keeps up, 0 for no storage."""
     saved: float = 1 / 3
     """Part of a step saved by parameters without full state: weight gradients and optimizer (Sec. 3.5)."""
-
-    name = "moevement"
 
     @override
     def behaviour(self, profile: Profile, mtbf: float) -> Behaviour:
@@ -207,8 +190,6 @@ class TierCheck(System):
     """Differences per write to storage."""
     nbytes_delta: float = 0.06
     """Bytes of a difference per parameter: of a hundredth of the elements a value of 2 bytes and an index of 4."""
-
-    name = "tiercheck"
 
     @override
     def behaviour(self, profile: Profile, mtbf: float) -> Behaviour:
@@ -240,8 +221,6 @@ class Ours(System):
     """Least steps between generations in storage; `None` for as often as it keeps up, 0 for no storage."""
     localized: bool = False
     """Whether only the failed pipeline stage takes steps again."""
-
-    name = "ours"
 
     @override
     def behaviour(self, profile: Profile, mtbf: float) -> Behaviour:

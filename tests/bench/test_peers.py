@@ -120,7 +120,7 @@ def test_what_was_not_measured_is_a_row(tmp_path: Path) -> None:
     ]
     page = tmp_path / "page.md"
     page.write_text(
-        "above\n<!-- written by `moe-ckpt bench peers --page` -->\nthe table before\n<!-- end of peers -->\nbelow\n"
+        "above\n<!-- written by `moe-ckpt bench peers` -->\nthe table before\n<!-- end of peers -->\nbelow\n"
     )
     for _ in range(2):  # the second table is in the place of the first
         write_page(page, rows, Machine.read(), OPTIONS)
