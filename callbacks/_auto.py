@@ -25,7 +25,7 @@ from lightning_moe_ckpt.callbacks._exact_checkpoints import DenseCheckpoint, Dif
 from lightning_moe_ckpt.callbacks._experts import PartialExpertCheckpoint
 from lightning_moe_ckpt.callbacks._shared_arguments import CheckpointArguments, spelled_out
 from lightning_moe_ckpt.coordination import Exchange
-from lightning_moe_ckpt.errors import ConfigurationError, KeyMissing
+from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, KeyMissing, NoUsableGeneration, StorageError
 from lightning_moe_ckpt.fit import FitSession
 from lightning_moe_ckpt.fit.loops._trainer import groups_of
 from lightning_moe_ckpt.inspection._run_profile import profile_of
@@ -75,7 +75,7 @@ def auto(
     """
     try:
         seconds, loss = read_duration(mtbf).total_seconds(), float(allow_loss or 0.0)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ConfigurationError(f"`auto(mtbf={mtbf!r}, allow_loss={allow_loss!r})`: {error}.") from error
     if seconds <= 0:
         raise ConfigurationError(f"`auto(mtbf={mtbf!r})` must be longer than 0.")
@@ -154,26 +154,50 @@ class AutoCheckpoint(CheckpointCallback):
         if self.resume == "never":
             return None
         with closing(self._backend()) as backend:
-            try:
-                stored = json.loads(backend.get(_CHOICE))
-            except (KeyMissing, ValueError):
+            if (stored := self._stored(backend)) is None:
                 return None
             if (ranks := stored.get("world_size")) != world_size:
                 log.info("the choice at %s is of %s ranks: this start measures again", self.url, ranks)
                 return None
             if stored.get("mtbf") != self._mtbf or stored.get("replicas") != _copies(self._given):
+                try:
+                    profile = Profile.of(yaml.safe_load(backend.get(_PROFILE)))
+                except (KeyMissing, ValueError, yaml.YAMLError) as error:
+                    log.warning("%s at %s cannot be read: this start measures again. %s", _PROFILE, self.url, error)
+                    return None
                 log.warning(
                     "other settings than those of the stored choice: chosen again, from the profile stored with it"
                 )
-                return self._stored_choice(backend, Profile.of(yaml.safe_load(backend.get(_PROFILE))), world_size)
+                return self._stored_choice(backend, profile, world_size, stored.get("host_nbytes"))
         return [stored["callback"], stored["arguments"]]
+
+    def _stored(self, backend: Backend) -> dict[str, Any] | None:
+        """Return the object of a choice; `None` if there is none, or none that can be used."""
+        try:
+            stored = json.loads(backend.get(_CHOICE))
+        except KeyMissing:
+            return None
+        except ValueError:
+            stored = None
+        if isinstance(stored, dict) and stored.get("callback") in _KINDS and isinstance(stored.get("arguments"), dict):
+            return stored
+        log.warning("%s at %s is no choice: this start measures again", _CHOICE, self.url)
+        return None
 
     def _decided(self, rows: Sequence[Any], trainer: Trainer) -> list[Any] | str | None:
         """Return a choice, why there can be none, or `None` if too little is measured; on rank 0."""
         if any(replaying for replaying, *_ in rows):
             return None
         with closing(self._backend()) as backend:
-            document, _ = profile_of(RunView.open(backend))
+            try:
+                document, _ = profile_of(RunView.open(backend))
+            except (
+                StorageError,
+                Corrupt,
+                NoUsableGeneration,
+            ) as error:  # an outage, or a generation that is removed meanwhile
+                log.warning("the run's figures cannot be read: looked for again in %d steps. %s", _LOOK_STEPS, error)
+                return None
             if "step_seconds" not in document["training"] or "hooks_per_capture" not in document["costs"]:
                 return None
             nodes = list(dict.fromkeys(node for _, node, *_ in rows))
@@ -186,6 +210,9 @@ class AutoCheckpoint(CheckpointCallback):
                 )
             except ConfigurationError as error:
                 return str(error)
+            except StorageError as error:
+                log.warning("the choice cannot be stored: made again in %d steps. %s", _LOOK_STEPS, error)
+                return None
 
     def _stored_choice(self, backend: Backend, profile: Profile, world_size: int, room: int | None = None) -> list[Any]:
         policies = ["sparse", "dense"] + ["differential"] * (profile.cluster.pipeline == 1)
@@ -194,7 +221,7 @@ class AutoCheckpoint(CheckpointCallback):
         told = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
         expects = 100 * best.goodput.share
         log.info("chosen for this rate of failures: %s(%s), expected goodput %.1f %%", name, told, expects)
-        known = {"mtbf": self._mtbf, "replicas": _copies(self._given), "world_size": world_size}
+        known = {"mtbf": self._mtbf, "replicas": _copies(self._given), "world_size": world_size, "host_nbytes": room}
         backend.put(_PROFILE, profile.text().encode())
         backend.put(_CHOICE, json.dumps({"callback": name, "arguments": arguments, **known}, indent=2).encode())
         return [name, arguments]

@@ -205,7 +205,7 @@ SIMULATE = """\
 Simulate a run under failures, from the times and sizes in PROFILE, a YAML of `moe-ckpt profile` or written by hand.
 
 Every system's goodput is the part of the wall time that steps which count would take without checkpoints; the other columns are what the
-rest went to, and beside the simulation is the closed form. The papers' systems have the papers' settings.
+rest went to, and beside the simulation is the closed form, unless there is a trace. The papers' systems have the papers' settings.
 
 Exit status: 0 shown, 2 something in PROFILE is missing or cannot work."""
 SYSTEM = (

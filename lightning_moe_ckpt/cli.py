@@ -423,9 +423,13 @@ _LOOKING = [
         _cli_options.SIMULATE,
         [
             click.Argument(["path"], metavar="PROFILE", type=click.Path(path_type=Path)),
-            _option("--mtbf", "Mean time between failures.", "TIME", type=_cli_options.seconds, default="2h"),
+            _option("--mtbf", "Mean time between failures (default: 2h).", "TIME", type=_cli_options.seconds),
             _option("--trace", "Failures instead: lines of seconds,scope.", "FILE", type=click.Path(path_type=Path)),
-            one_of("--scope", ["node", "process", "cluster"], "What failures take, without --trace."),
+            _option(
+                "--scope",
+                "What failures take (default: node).",
+                type=click.Choice(["node", "process", "cluster"]),
+            ),
             _option("--system", _cli_options.SYSTEM, "NAME[:SETTING=VALUE,...]", multiple=True, name="chosen"),
             _option("--hours", "Wall time of the run.", "H", type=float, default=24.0),
             number("--seeds", 10, "Runs of each system, with failures of their own."),

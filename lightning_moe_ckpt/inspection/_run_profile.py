@@ -28,6 +28,8 @@ _FIRST_STEPS = 6
 _UNKNOWN = {
     "training.step_seconds": "no start took enough steps for a figure in the log",
     "model.operators": "no generation that could be restored is stored",
+    "cluster.nodes": "the log does not say on which nodes several ranks are",
+    "cluster.ranks_per_node": "the log does not say on which nodes several ranks are",
     "speeds.device_host": "copies run beside training, so no step shows their speed; `moe-ckpt doctor` measures memory",
     "speeds.host_host": "the log has no speed of the network between nodes",
     "speeds.storage": "nothing was stored",
@@ -63,6 +65,12 @@ def write_profile(view: RunView, out: Path, given: Sequence[tuple[str, object]],
     except ConfigurationError as error:
         named = "".join(f"\n  {name}: {why}" for name, why in missing.items())
         raise ConfigurationError(f"{error} Give it by `--set NAME=VALUE`. The run did not measure:{named}") from None
+    starts, cluster = _starts(view), profile.cluster
+    if starts and (ranks := starts[-1][-1]["world_size"]) != profile.ranks:
+        raise ConfigurationError(
+            f"The run has {ranks} ranks, and not {cluster.nodes} nodes of {cluster.ranks_per_node}: the log does not say on which nodes they are. Give "
+            "`--set cluster.nodes=N --set cluster.ranks_per_node=M`."
+        )
     profile.write(out)
     told = [f"{name}: {_text(document, name)}, {source}" for name, source in sources.items() if name in _UNKNOWN]
     left = [f"{name}: left out, {why}" for name, why in missing.items()]

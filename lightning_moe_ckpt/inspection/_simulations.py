@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -38,7 +39,8 @@ class _Row:
 
     name: str
     runs: Sequence[Simulated]
-    expected: Goodput
+    expected: Goodput | None
+    """In closed form; `None` for a trace, whose failures have no rate."""
 
     @property
     def shares(self) -> list[float]:
@@ -67,26 +69,33 @@ class _Row:
         found = {name: self.mean(name) for name in ("steps", "failures", "host_memory", "lost_tokens", "lost_portion")}
         spread = statistics.stdev(self.shares) if len(self.shares) > 1 else 0.0
         shares = {"goodput": statistics.fmean(self.shares), "deviation": spread, "parts": self.goodput.shares()}
-        closed = {"expected": self.expected.share, "expected_parts": self.expected.shares()}
+        known = self.expected
+        closed = {"expected": known and known.share, "expected_parts": known and known.shares()}
         more = {"finish_seconds": self.finish, "nbytes_per_second": self.rates, "settings": dict(self.runs[0].notes)}
         return {"system": self.name} | shares | closed | found | more
 
 
 def simulation_answer(
-    *, path: Path, mtbf: float, trace: Path | None, scope: Scope, chosen: Sequence[str], hours: float, seeds: int, plot: Path | None
+    *, path: Path, mtbf: float | None, trace: Path | None, scope: Scope | None, chosen: Sequence[str], hours: float, seeds: int, plot: Path | None
 ) -> Answer:  # fmt: skip
     """Return every chosen system's goodput, as simulated from several seeds and in closed form; also drawn if `plot` names a file.
 
     Raises:
-        ConfigurationError: the profile, the trace or a system is none, or failures are closer than a step.
+        ConfigurationError: the profile, the trace or a system is none, options contradict each other, or failures are closer than a step.
     """
+    if not 0 < hours < math.inf:
+        raise ConfigurationError(f"`--hours {hours:g}` must be above 0, and finite.")
+    if trace is not None and (mtbf is not None or scope is not None):
+        raise ConfigurationError("`--trace` has times and scopes of failures: leave out `--mtbf` and `--scope`.")
     profile, wall = Profile.read(path), hours * 3600
+    mtbf, scope = 7200.0 if mtbf is None else mtbf, scope or "node"
     failures = Failures(mtbf=mtbf, scope=scope) if trace is None else Failures.read(trace)
     mean, rows = failures.mean_seconds(wall), list[_Row]()
     for name in chosen or SYSTEMS:
         system = system_of(name)
         runs = [simulate(profile, system, failures, until_seconds=wall, seed=seed) for seed in range(seeds)]
-        rows.append(_Row(name=name, runs=runs, expected=expected(profile, system, mean, scope)))
+        closed = None if trace else expected(profile, system, mean, scope)
+        rows.append(_Row(name=name, runs=runs, expected=closed))
     if plot is not None:
         _draw(plot, rows)
     facts = {"profile": str(path), "mtbf": None if trace else mtbf, "trace": str(trace) if trace else None}
@@ -125,7 +134,7 @@ def _tables(rows: Sequence[_Row], profile: Profile) -> list[RenderableType]:
     for row in rows:
         said, parts, rates = row.document(), row.goodput.shares(), row.rates
         shares = [said["goodput"], said["deviation"], said["expected"], *(parts[part] for part in shown)]
-        goodput.add_row(row.name, *(f"{100 * share:.2f} %" for share in shares))
+        goodput.add_row(row.name, *("" if share is None else f"{100 * share:.2f} %" for share in shares))
         settings = ", ".join(f"{name} {value:g}" for name, value in said["settings"].items())
         finish = "" if row.finish is None else time_text(row.finish)
         sent = [rate_text(rates[place]) if place in rates else "" for place in ("storage", "other nodes")]
@@ -206,6 +215,11 @@ def _choices(profile: Profile, found: Sequence[PlannedRun]) -> list[RenderableTy
     name, given = best.callback()
     arguments = ", ".join(["url", *(f"{key}={value!r}" for key, value in given.items())])
     said: list[RenderableType] = [table, "why:", *(f"  {text}" for text in reasons(found)), f"{name}({arguments})"]
-    if best.spares:
+    if best.spares < best.spares_needed:
+        said.append(f"spares: {best.spares} of the profile are too few, see idle: {best.spares_needed} hardly ever are")
+    elif best.spares:
         said.append(f"spares: {best.spares}, since a lost one is away for {time_text(float(profile.costs.repair))}")
-    return [*said, f"taken for granted: one failure in {1 / EVERY_MEMORY:.0f} reaches the memory of every node"]
+    return [
+        *said,
+        f"taken for granted: one failure in {1 / EVERY_MEMORY:.0f} reaches the memory of every node, and takes no machine away",
+    ]

@@ -113,7 +113,7 @@ def full_nbytes(profile: Profile) -> int:
 @lru_cache
 def plan_of(profile: Profile, window: int | None, planner: PlannerName) -> PlannedWindow:
     """Return the window of a length, or else the shortest whose steps' copies take no longer than a step."""
-    items, budget = rank_items(profile), int(profile.speeds.device_host * profile.step_seconds)
+    items, budget = rank_items(profile), int(min(1e18, profile.speeds.device_host * profile.step_seconds))
     if window is None and planner == "packed":
         items = _cut(items, split_nbytes(items, budget))
     if window is None:
@@ -159,7 +159,7 @@ def places_of(
     here = costs.restore_fixed + whole * costs.restore_per_nbyte
     taken = steps[-1] / speeds.device_host
     tiers: list[tuple[str, Scope, int, float, float, int]] = [(MEMORY_OF_NODE, "process", every, taken, 0.0, 0)]
-    if replicas and cluster.nodes > 1:
+    if replicas := min(replicas, cluster.nodes - 1):
         second = cluster.ranks_per_node * replicas / speeds.host_host
         kept = every * max(1, math.ceil(nbytes * second / (every * step)))
         way = whole * cluster.ranks_per_node / speeds.host_host
@@ -189,7 +189,7 @@ def stall(profile: Profile, nbytes: float) -> float:
 
 def memory_of(profile: Profile, nbytes: float, replicas: int) -> float:
     """Return a node's bytes for two generations, the newest whole and the next, copies for other nodes included."""
-    return 2 * nbytes * profile.cluster.ranks_per_node * (1 + (replicas if profile.cluster.nodes > 1 else 0))
+    return 2 * nbytes * profile.cluster.ranks_per_node * (1 + min(replicas, profile.cluster.nodes - 1))
 
 
 def recovery(

@@ -9,6 +9,7 @@ Failures are of one scope, and one in twenty is taken to reach every node's memo
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -19,7 +20,7 @@ from lightning_moe_ckpt.goodput import Goodput
 from lightning_moe_ckpt.planning._forecast import forecast_run
 from lightning_moe_ckpt.policies import DensePolicy, DifferentialPolicy, PartialPolicy, Policy, SparsePolicy
 from lightning_moe_ckpt.simulation._behaviour import STORED, Behaviour, rank_items
-from lightning_moe_ckpt.simulation._closed_form import mean_cycle
+from lightning_moe_ckpt.simulation._closed_form import log_enough, mean_cycle
 from lightning_moe_ckpt.simulation._failures import Scope
 from lightning_moe_ckpt.simulation._profile import Profile
 from lightning_moe_ckpt.simulation._systems import Ours
@@ -59,6 +60,8 @@ class PlannedRun:
     """Portion of tokens lost for good; 0 for exact policies."""
     spares: int
     """Spare machines, or waiting processes."""
+    spares_needed: int
+    """Number of spares that is too small in one of a hundred moments at most."""
     plans_storage: bool
     """Whether storage rests between generations."""
 
@@ -107,6 +110,7 @@ class PlannedRun:
             "host_nbytes",
             "lost_portion",
             "spares",
+            "spares_needed",
         ]
         return {
             "policy": self.system.policy,
@@ -137,16 +141,22 @@ def choose(
     search = _Search(profile, mtbf, scope)
     found = [search.best(system) for system in _candidates(profile, allow_loss, replicas) if system.policy in policies]
     found.sort(key=lambda each: -each.goodput.share)
-    chosen, least = list[PlannedRun](), math.inf
+    chosen, least, refused = list[PlannedRun](), math.inf, None
     for each in found:
         if each.lost_portion > allow_loss or each.label in [other.label for other in chosen]:
             continue
-        held = _memory(profile, each)
+        try:
+            held = _memory(profile, each)
+        except ConfigurationError as error:  # which the run's planner would raise
+            refused = error
+            continue
         least = min(least, held)
         if held <= (math.inf if host_nbytes is None else host_nbytes):
             chosen.append(replace(each, host_nbytes=held))
         if len(chosen) == 3:
             break
+    if not chosen and refused is not None and least == math.inf:
+        raise refused
     if not chosen:
         raise ConfigurationError(
             f"The least that a node needs is {size_text(least)} of shared memory, and {size_text(host_nbytes or 0)} are given. "
@@ -203,7 +213,11 @@ class _Search:
     """Search for intervals, with a profile and a rate of failures."""
 
     def __init__(self, profile: Profile, mtbf: float, scope: Scope) -> None:
-        self._profile, self._mtbf, self._scope = _with_spares(profile, mtbf), mtbf, scope
+        self._spares = _spares(profile, mtbf, scope)
+        cluster = replace(profile.cluster, spares=profile.cluster.spares or self._spares)
+        self._profile, self._mtbf, self._scope = replace(profile, cluster=cluster), mtbf, scope
+        # A loss of every node's memory, such as by a kill of all processes at once, takes no machine away.
+        self._rare = replace(profile, costs=replace(profile.costs, repair=0.0))
         self._rarely = 0.0 if scope == "cluster" else EVERY_MEMORY
 
     def best(self, system: Ours) -> PlannedRun:
@@ -215,6 +229,11 @@ class _Search:
             slower = {every * max(1, math.ceil(each / step / every)) for each in seconds}
             found = max([found, *(replace(found, storage_every=each) for each in sorted(slower))], key=self._share)
             found = self._at_best_interval(found)
+        return self.planned(found)
+
+    def planned(self, found: Ours) -> PlannedRun:
+        """Return what is expected of settings."""
+        step = self._profile.step_seconds
         behaviour, stored = self._behaviour(found), self._stored(found)
         cycle = self._cycle(behaviour)
         hourly = stored.nbytes * 3600 / (step + behaviour.extra)
@@ -223,6 +242,7 @@ class _Search:
             storage_seconds=stored.every * (step + behaviour.extra), plans_storage=bool(found.storage_every),
             storage_nbytes_per_hour=hourly * cycle.share, host_nbytes=round(behaviour.host_memory),
             lost_portion=behaviour.unsaved * step / max(cycle.productive, step), spares=self._profile.cluster.spares,
+            spares_needed=self._spares,
         )  # fmt: skip
 
     def _at_best_interval(self, system: Ours) -> Ours:
@@ -248,22 +268,18 @@ class _Search:
         usual = mean_cycle(self._profile, behaviour, self._mtbf, self._scope)
         if not self._rarely:
             return usual
-        rare, often = asdict(mean_cycle(self._profile, behaviour, self._mtbf, "cluster")), 1 - self._rarely
+        rare, often = asdict(mean_cycle(self._rare, behaviour, self._mtbf, "cluster")), 1 - self._rarely
         return Goodput(**{name: often * each + self._rarely * rare[name] for name, each in asdict(usual).items()})
 
 
-def _with_spares(profile: Profile, mtbf: float) -> Profile:
-    """Return the profile with as many spares as are hardly ever too few: machines under repair at once are a Poisson number."""
+def _spares(profile: Profile, mtbf: float, scope: Scope) -> int:
+    """Return the spares that are hardly ever too few; only failures of nodes need any."""
+    if scope != "node" or not profile.costs.repair:
+        return 0
     away = profile.costs.repair / mtbf
-    if profile.cluster.spares or not away:
-        return profile
-    spares, term = 0, math.exp(-away)
-    short = 1 - term
-    while short > _SPARES_SHORT and spares < 64:
-        spares += 1
-        term *= away / spares
-        short -= term
-    return replace(profile, cluster=replace(profile.cluster, spares=spares))
+    least, enough = int(away), math.log1p(-_SPARES_SHORT)
+    numbers = range(least, least + 10 + int(10 * away**0.5))
+    return least + bisect_left(numbers, enough, key=lambda number: log_enough(away, number))
 
 
 def _memory(profile: Profile, planned: PlannedRun) -> int:
@@ -286,8 +302,7 @@ def _memory(profile: Profile, planned: PlannedRun) -> int:
     precision = "bf16-mixed" if weights < 0.25 else "32-true"
     if model.nbytes_state < 8:
         precision = "bf16-true"
-    try:
-        found = forecast_run(kinds[system.policy], described, precision)
-    except ConfigurationError:
+    if profile.dense_params < model.layers or model.experts % cluster.expert_parallel:
         return planned.host_nbytes
+    found = forecast_run(kinds[system.policy], described, precision)
     return int(cluster.ranks_per_node * sum(found["purposes"][min(found["purposes"])].values()))

@@ -30,8 +30,10 @@ def mean_cycle(profile: Profile, behaviour: Behaviour, mtbf: float, scope: Scope
     for each in usable:
         if (steps := _kept(each, step + extra, mtbf)) > kept:
             kept, place = steps, each
-    waits = scope == "cluster" or (scope == "node" and not profile.cluster.spares)
-    phases = recovery(profile, behaviour, place, profile.costs.repair if waits else 0.0)
+    waits = profile.costs.repair if scope == "cluster" else 0.0
+    if scope == "node":  # machines that are away block a part of all time: this wait has that part
+        waits = -mtbf * log_enough(profile.costs.repair / mtbf, profile.cluster.spares)
+    phases = recovery(profile, behaviour, place, waits)
     left = sum(seconds for _, seconds in phases) / mtbf
     if left > _HOPELESS:
         return sum((Goodput(**{name: seconds}) for name, seconds in phases), Goodput())
@@ -43,6 +45,22 @@ def mean_cycle(profile: Profile, behaviour: Behaviour, mtbf: float, scope: Scope
     first = max(0.0, (mtbf - again * (behaviour.again + extra)) / (step + extra))
     steps, trained = first + again, {"productive": first * step, "lost": again * behaviour.again}
     return Goodput(**parts) + Goodput(**trained, hooks=steps * behaviour.hooks, slowed=steps * behaviour.slowed)
+
+
+def log_enough(away: float, spares: int) -> float:
+    """Return the logarithm of the probability that no more machines than spares are away: a Poisson number, whose mean is `away`."""
+    if not away:
+        return 0.0
+    upwards = spares >= away  # the smaller tail is summed, from its largest term on
+    number = spares + upwards
+    first = number * math.log(away) - away - math.lgamma(number + 1)
+    total = term = 1.0
+    while term > 1e-16 * total:
+        number += upwards
+        term *= away / number if upwards else number / away
+        number -= not upwards
+        total += term
+    return math.log1p(-total * math.exp(first)) if upwards else first + math.log(total)
 
 
 def _kept(place: SimulatedTier, step: float, mtbf: float) -> float:

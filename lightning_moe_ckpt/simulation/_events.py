@@ -70,9 +70,14 @@ def simulate(
         raise ConfigurationError(
             "`simulate(until_steps=None, until_seconds=None)` needs one of them, or `training.steps` in the profile."
         )
+    goal, end = (math.inf if each is None else each for each in (until_steps, until_seconds))
+    if not min(goal, end) > 0 or goal == end == math.inf:
+        raise ConfigurationError(
+            f"`simulate(until_steps={until_steps}, until_seconds={until_seconds})` must be above 0, and finite."
+        )
     _refuse_hopeless(profile, failures)
-    mean = failures.mean_seconds(until_seconds or math.inf)
-    run = _Run(profile, system, mean, goal=until_steps or math.inf, end=until_seconds or math.inf, seed=seed)
+    mean = failures.mean_seconds(end)
+    run = _Run(profile, system, mean, goal=goal, end=end, seed=seed)
     return run.through(failures, seed, first_start)
 
 

@@ -52,10 +52,13 @@ class Failures:
             ConfigurationError: there is no such file, or a line is no failure; the message has its number.
         """
         try:
-            with Path(path).open(encoding="utf-8", newline="") as file:
+            with Path(path).open(encoding="utf-8-sig", newline="") as file:
                 rows = csv.DictReader(file)
-                if "seconds" not in (rows.fieldnames or ()):
-                    raise ConfigurationError(f"{path}: its first line must be `seconds,scope`.")
+                rows.fieldnames = names = [name.strip() for name in rows.fieldnames or ()]
+                if sorted(names) not in (["seconds"], ["scope", "seconds"]):
+                    raise ConfigurationError(
+                        f"{path}: its first line must be `seconds,scope`, or `seconds`; found `{','.join(names)}`."
+                    )
                 found = tuple(_failure(path, rows.line_num, row) for row in rows)
         except (OSError, UnicodeDecodeError, csv.Error) as error:
             raise ConfigurationError(f"{path}: no trace can be read from it. {error}") from error
@@ -73,8 +76,8 @@ def _failure(path: str | Path, line: int, row: dict[str, str | None]) -> tuple[f
         seconds = float(row["seconds"] or "")
     except ValueError:
         seconds = -1.0
-    if not 0 <= seconds < float("inf") or scope not in SCOPES:
-        found = f"{row['seconds']},{scope}"
+    if not 0 <= seconds < float("inf") or scope not in SCOPES or None in row:
+        found = ",".join(map(str, row.values()))
         raise ConfigurationError(
             f"{path}, line {line}: must be seconds of 0 or more, and one of {', '.join(SCOPES)}; found `{found}`."
         )

@@ -17,14 +17,19 @@ import yaml  # type: ignore[import-untyped]  # it has no types, and stubs are no
 from lightning_moe_ckpt._units import read_duration, read_size
 from lightning_moe_ckpt.errors import ConfigurationError
 
-
-def _value(unit: str, default: object = MISSING, *, least: float = 0.0) -> Any:
-    """Return a field whose values are checked. Of `seconds` and `size` text may have units, and sizes may be infinite; a `count` is whole."""
-    metadata = {"unit": unit, "least": least}
-    return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
-
-
 _ABOVE_ZERO = 1e-12
+_MOST = {"seconds": 1e9, "size": 1e18, "speed": 1e18, "count": 1e15, "factor": 1e9}
+"""Largest values by unit."""
+
+
+def _value(
+    unit: str, default: object = MISSING, *, least: float = 0.0, most: float | None = None, levels: int = 0
+) -> Any:
+    """Return a field whose values are checked. Text may have units, a `speed` may be infinite, a `count` is whole. `levels` is 1 for lists of
+    values, 2 for lists of pairs.
+    """
+    metadata = {"unit": unit, "least": least, "most": most or _MOST[unit], "levels": levels}
+    return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +38,7 @@ class TrainingProfile:
 
     step_seconds: float | None = _value("seconds", None, least=_ABOVE_ZERO)
     """Seconds of a step without checkpoints; `None` computes them from `stage_seconds`."""
-    stage_seconds: tuple[float, ...] = _value("seconds", (), least=_ABOVE_ZERO)
+    stage_seconds: tuple[float, ...] = _value("seconds", (), least=_ABOVE_ZERO, levels=1)
     """Seconds of a micro-batch in each pipeline stage, forward and backward with the stage's own communication."""
     update_seconds: float = _value("seconds", 0.0)
     """The optimizer's seconds; with `stage_seconds` only."""
@@ -51,9 +56,9 @@ class TrainingProfile:
 class ModelProfile:
     """Sizes of the model, as numbers or as bytes of a rank's operators."""
 
-    layers: int = _value("count", least=1)
+    layers: int = _value("count", least=1, most=1e4)
     """Blocks with experts."""
-    experts: int = _value("count", least=0)
+    experts: int = _value("count", least=0, most=1e4)
     """Experts per block."""
     params: int = _value("count", least=1)
     """Parameters in all."""
@@ -63,7 +68,7 @@ class ModelProfile:
     """Bytes per parameter of master weights and optimizer."""
     nbytes_compute: float = _value("factor", 2.0)
     """Bytes per parameter of the weights read by forward and backward."""
-    operators: tuple[tuple[int, int], ...] = _value("size", ())
+    operators: tuple[tuple[int, int], ...] = _value("size", (), levels=2)
     """A rank's bytes of each operator: its full state, and the weights read. Empty computes them from the sizes above."""
 
 
@@ -71,13 +76,13 @@ class ModelProfile:
 class ClusterProfile:
     """Machines, and how the training is spread over them."""
 
-    nodes: int = _value("count", 1, least=1)
+    nodes: int = _value("count", 1, least=1, most=1e6)
     """The run's machines."""
-    ranks_per_node: int = _value("count", 1, least=1)
+    ranks_per_node: int = _value("count", 1, least=1, most=1e6)
     """Processes on each."""
-    pipeline: int = _value("count", 1, least=1)
+    pipeline: int = _value("count", 1, least=1, most=1e6)
     """Pipeline stages."""
-    expert_parallel: int = _value("count", 1, least=1)
+    expert_parallel: int = _value("count", 1, least=1, most=1e6)
     """Ranks that share a set of experts."""
     micro_batches: int = _value("count", 1, least=1)
     """A pipeline's micro-batches in a step."""
@@ -89,11 +94,11 @@ class ClusterProfile:
 class SpeedProfile:
     """Bytes per second between places."""
 
-    device_host: float = _value("size", least=1)
+    device_host: float = _value("speed", least=1)
     """A rank's bytes per second, from its device to the node's memory."""
-    host_host: float = _value("size", math.inf, least=1)
+    host_host: float = _value("speed", math.inf, least=1)
     """Bytes per second from a node to other nodes."""
-    storage: float = _value("size", math.inf, least=1)
+    storage: float = _value("speed", math.inf, least=1)
     """Bytes per second to storage, all nodes together."""
     alpha: float = _value("seconds", 0.0)
     """A collective's seconds, whatever its bytes."""
@@ -149,8 +154,11 @@ class Profile:
     def __post_init__(self) -> None:
         for section in fields(self):
             for each in fields(found := getattr(self, section.name)):
-                _checked(f"{section.name}.{each.name}", getattr(found, each.name), each.metadata)
+                if (value := getattr(found, each.name)) is not None or each.default is not None:
+                    _checked(f"{section.name}.{each.name}", value, each.metadata)
         training, model, cluster = self.training, self.model, self.cluster
+        if model.operators and not any(full for full, _ in model.operators):
+            raise _refusal("model.operators", "only zeros", "a list of pairs, some with bytes of full state")
         if (training.step_seconds is None) == (not training.stage_seconds):
             wanted = "seconds, or `training.stage_seconds`, and not both"
             raise _refusal("training.step_seconds", training.step_seconds, wanted)
@@ -264,7 +272,7 @@ def _read(name: str, value: object, rules: Mapping[str, Any]) -> Any:
     """Return the value, with text that has units as a number, and whole numbers as integers."""
     if isinstance(value, list):
         return tuple(_read(name, each, rules) for each in value)
-    if isinstance(value, float) and rules["unit"] == "count" and value.is_integer():
+    if isinstance(value, float) and rules["unit"] == "count" and value.is_integer() and abs(value) < 1e18:
         return int(value)
     if not isinstance(value, str):
         return value
@@ -275,23 +283,23 @@ def _read(name: str, value: object, rules: Mapping[str, Any]) -> Any:
             # YAML takes 16.4e9 for text, because it lacks a sign.
             return _read(name, float(value), rules)
         except ValueError:
-            return read_size(value if rules["unit"] == "size" else None)
+            return read_size(value if rules["unit"] in {"size", "speed"} else None)
     except ValueError:
         raise _refusal(name, value, _wanted(rules)) from None
 
 
-def _checked(name: str, value: object, rules: Mapping[str, Any]) -> None:
-    """Raise `ConfigurationError` unless the value, or all values in it, are numbers within their limits."""
-    if isinstance(value, tuple):
+def _checked(name: str, value: object, rules: Mapping[str, Any], level: int = 0) -> None:
+    """Raise `ConfigurationError` unless the value, or all values in its list, are numbers within their limits."""
+    if level < rules["levels"]:
+        if not isinstance(value, tuple) or (level == 1 and len(value) != 2):
+            raise _refusal(name, value, f"a list of {'pairs of ' * (rules['levels'] - 1)}values, each {_wanted(rules)}")
         for each in value:
-            _checked(name, each, rules)
+            _checked(name, each, rules, level + 1)
         return
-    if value is None:
-        return
-    good = isinstance(value, int | float) and not isinstance(value, bool) and value >= rules["least"]
-    good = good and (math.isfinite(value) or rules["unit"] == "size")  # type: ignore[arg-type]
+    good = isinstance(value, int | float) and not isinstance(value, bool) and rules["least"] <= value <= rules["most"]
+    good = good or (rules["unit"] == "speed" and value == math.inf)
     if not good or (rules["unit"] == "count" and value != int(value)):  # type: ignore[call-overload]
-        raise _refusal(name, value, _wanted(rules))
+        raise _refusal(name, list(value) if isinstance(value, tuple) else value, _wanted(rules))
 
 
 def _wanted(rules: Mapping[str, Any]) -> str:
@@ -299,5 +307,5 @@ def _wanted(rules: Mapping[str, Any]) -> str:
         {"seconds": "a time in seconds, or such as 10min,", "size": "bytes, or a size such as 5GB,"},
         rules["least"],
     )
-    kinds |= {"count": "a whole number", "factor": "a number"}
-    return f"{kinds[rules['unit']]} {'above 0' if least == _ABOVE_ZERO else f'of {least:g} or more'}"
+    kinds |= {"count": "a whole number", "factor": "a number", "speed": kinds["size"]}
+    return f"{kinds[rules['unit']]} {'above 0' if least == _ABOVE_ZERO else f'of {least:g} or more'}, at most {rules['most']:g}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
@@ -34,10 +34,34 @@ from lightning_moe_ckpt.simulation._closed_form import mean_cycle
 from lightning_moe_ckpt.simulation._profile import Profile
 
 OurPolicy = Literal["sparse", "dense", "differential", "partial"]
+_CHOICES = {"policy": get_args(OurPolicy), "planner": get_args(PlannerName), "localized": (True, False)}
+_LEAST = {**dict.fromkeys(("window", "every_n_steps", "interval", "batch", "k"), 1), "replicas": 0, "storage_every": 0}
+_MOST = {"portion": 1.0, "plt_budget": 1.0, "saved": 1.0, "target": 1e3, "overhead": 1e3, "nbytes_delta": 1e3}
+"""Limits of settings by name: choices, least counts, and largest factors."""
+
+
+def _wrong(name: str, value: object) -> str:
+    """Return what a setting must be, or nothing if it is that."""
+    if name in _CHOICES:
+        return "" if value in _CHOICES[name] else f"one of {', '.join(map(str, _CHOICES[name]))}"
+    if name in _LEAST:
+        good = isinstance(value, int) and not isinstance(value, bool) and _LEAST[name] <= value <= 10**9
+        return "" if good else f"a whole number of {_LEAST[name]} or more"
+    good = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _MOST[name]
+    zero = name in {"plt_budget", "saved", "overhead"}
+    good = good and (zero or value != 0)
+    return "" if good else f"a number {'of 0 or more' if zero else 'above 0'}, at most {_MOST[name]:g}"
 
 
 class System(ABC):
     """A checkpointing system with its settings."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
+            value = getattr(self, each.name)
+            wanted = _wrong(each.name, value)
+            if wanted and not (value is None and each.default is None):
+                raise ConfigurationError(f"`{type(self).__name__}({each.name}={value!r})` must be {wanted}.")
 
     @abstractmethod
     def behaviour(self, profile: Profile, mtbf: float) -> Behaviour:
@@ -51,7 +75,7 @@ class System(ABC):
 @dataclass(frozen=True, kw_only=True)
 class _Tiered(System):
     replicas: int = 2
-    """Copies on other nodes."""
+    """Copies on other nodes, or on all of them where there are fewer."""
     storage_every: int | None = None
     """Least steps between generations in storage; `None` for storage's best, 0 for no storage."""
 
@@ -198,12 +222,12 @@ class Ours(System):
     localized: bool = False
     """Whether only the failed pipeline stage takes steps again."""
 
-    def __post_init__(self) -> None:
-        if self.policy not in get_args(OurPolicy):
-            raise ConfigurationError(f"`Ours(policy={self.policy!r})` must be one of {', '.join(get_args(OurPolicy))}.")
-
     @override
     def behaviour(self, profile: Profile, mtbf: float) -> Behaviour:
+        if self.replicas >= (nodes := profile.cluster.nodes) and (nodes > 1 or self.replicas > 1):
+            raise ConfigurationError(
+                f"`replicas={self.replicas}` needs {self.replicas + 1} nodes, and there are {nodes}."
+            )
         tiers: dict[str, Any] = {"replicas": self.replicas, "storage_every": self.storage_every}
         if self.policy == "sparse":
             window, factor = plan_of(profile, self.window, self.planner), profile.costs.replay_factor
@@ -301,8 +325,11 @@ def _differential(
         places.append(taken if own.every == steps else base)
     waits = profile.costs.stall_whole * all_start + stall(profile, full)
     hooks = _hooks(profile, 1.0) + waits / every + stall(profile, nbytes)
-    memory, notes = memory_of(profile, full + chain, replicas), {"interval": every}
-    return _behaviour(profile, places, hooks, all_start=all_start, host_memory=memory, notes=notes)
+    # As in a run, memory keeps a batch and the newest two, and receivers of copies have room for two more.
+    kept, copies = min(every - 1, batch) + 2, min(replicas, profile.cluster.nodes - 1)
+    memory = memory_of(profile, full, replicas)
+    memory += profile.cluster.ranks_per_node * nbytes * (kept + copies * (kept + 2))
+    return _behaviour(profile, places, hooks, all_start=all_start, host_memory=memory, notes={"interval": every})
 
 
 def _partial(

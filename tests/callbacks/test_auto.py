@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -21,8 +22,10 @@ from typing_extensions import override
 from lightning_moe_ckpt import MoEStrategy
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, SparseCheckpoint, auto
 from lightning_moe_ckpt.callbacks._auto import AutoCheckpoint
-from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.errors import ConfigurationError, StorageError
+from lightning_moe_ckpt.inspection._run_profile import profile_of
 from lightning_moe_ckpt.simulation import Profile
+from lightning_moe_ckpt.storage import RunView
 
 STEPS = 240
 BEHIND = 12
@@ -129,6 +132,58 @@ def test_other_settings_choose_again_and_never_measure_again(tmp_path: Path) -> 
     assert (name, arguments) != ("DenseCheckpoint", {"every_n_steps": 7})
     assert json.loads((tmp_path / "choice.json").read_text())["mtbf"] == 3600.0
     assert recalled(3600.0) == [name, arguments]
+    choice = json.loads((tmp_path / "choice.json").read_text())
+    (tmp_path / "choice.json").write_text(json.dumps({**choice, "host_nbytes": 1}))
+    with pytest.raises(ConfigurationError, match="The least that a node needs"):
+        recalled(60.0)
+
+
+@pytest.mark.parametrize(
+    ("choice", "profile", "says"),
+    [
+        ("[]", PROFILE, "choice.json at .* is no choice"),
+        ("{", PROFILE, "choice.json at .* is no choice"),
+        ('{"mtbf": 600.0, "replicas": null, "world_size": 1}', PROFILE, "choice.json at .* is no choice"),
+        (
+            '{"callback": "DenseCheckpoint", "arguments": {}, "world_size": 1}',
+            None,
+            "profile.yaml at .* cannot be read",
+        ),
+        (
+            '{"callback": "DenseCheckpoint", "arguments": {}, "world_size": 1}',
+            "a: [",
+            "profile.yaml at .* cannot be read",
+        ),
+    ],
+)
+def test_what_is_stored_badly_is_measured_again(
+    choice: str, profile: str | None, says: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a WARNING."""
+    (tmp_path / "choice.json").write_text(choice)
+    if profile is not None:
+        (tmp_path / "profile.yaml").write_text(profile)
+    made = auto(tmp_path, mtbf=600.0)
+    assert isinstance(made, AutoCheckpoint)
+    assert made._recalled(1) is None
+    assert re.search(says, caplog.text)
+
+
+def test_trouble_with_storage_is_no_end_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The figures are looked at again 24 steps later."""
+    asked: list[int] = []
+
+    def fails_once(view: RunView) -> Any:
+        asked.append(1)
+        if len(asked) == 1:
+            raise StorageError("an outage")
+        return profile_of(view)
+
+    monkeypatch.setattr("lightning_moe_ckpt.callbacks._auto.profile_of", fails_once)
+    made = auto(tmp_path / "run", mtbf="10min")
+    end = trained(0, lambda: made, ranks=1)
+    assert len(asked) > 1
+    assert end["chosen"] is not None
 
 
 def test_what_cannot_be_chosen_leaves_the_trial(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -157,6 +212,7 @@ def test_with_a_profile_the_callback_is_chosen_at_once(tmp_path: Path) -> None:
     [
         ({"mtbf": "soon"}, r"`auto\(mtbf='soon'.*must be a time"),
         ({"mtbf": 0}, r"`auto\(mtbf=0\)` must be longer than 0"),
+        ({"mtbf": "1h", "allow_loss": [1]}, r"allow_loss=\[1\]"),
         ({"mtbf": "1h", "allow_loss": "much"}, r"allow_loss='much'"),
         ({"mtbf": "1h", "allow_loss": "0.05"}, r"`auto\(allow_loss='0.05'\)` without a profile"),
         ({"mtbf": "1h", "profile": "nowhere.yaml"}, r"nowhere.yaml: no profile can be read"),

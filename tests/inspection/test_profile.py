@@ -75,3 +75,5 @@ def test_what_was_not_measured_is_named(tmp_path: Path, capsys: pytest.CaptureFi
     assert "--force" in capsys.readouterr().err
     assert main([*given, "--force", "--set", "costs.startup=-1"]) == 2
     assert "`costs.startup: -1` must be" in capsys.readouterr().err
+    assert main([*given, "--force", "--set", "cluster.nodes=2"]) == 2
+    assert "The run has 1 ranks, and not 2 nodes of 1" in capsys.readouterr().err

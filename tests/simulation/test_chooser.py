@@ -11,7 +11,8 @@ import pytest
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.goodput import Goodput
 from lightning_moe_ckpt.simulation import PlannedRun, Profile, choose, reasons
-from lightning_moe_ckpt.simulation._chooser import _Search, _with_spares
+from lightning_moe_ckpt.simulation._chooser import _memory, _Search, _spares
+from lightning_moe_ckpt.simulation._closed_form import log_enough
 from lightning_moe_ckpt.simulation._systems import Ours
 
 HOUR = 3600.0
@@ -38,7 +39,10 @@ def chosen(mtbf: float, **limits: object) -> list[PlannedRun]:
 @pytest.mark.parametrize("system", [Ours(window=4), Ours(policy="dense"), Ours(policy="differential")])
 def test_rarer_failures_never_shorten_the_interval(system: Ours) -> None:
     """Nor make goodput worse, of any policy alone."""
-    found = [_Search(PROFILE, mtbf, "node").best(system) for mtbf in RATES]
+    given = replace(
+        PROFILE, cluster=replace(PROFILE.cluster, spares=40)
+    )  # else the fewer needed, the closer to too few
+    found = [_Search(given, mtbf, "node").best(system) for mtbf in RATES]
     assert [each.every for each in found] == sorted(each.every for each in found)
     assert [each.goodput.share for each in found] == sorted(each.goodput.share for each in found)
     assert found[-1].every > found[0].every
@@ -77,12 +81,21 @@ def test_failures_of_nodes_ask_for_copies_on_others_and_spares() -> None:
 
 
 def test_spares_are_hardly_ever_too_few() -> None:
-    """Machines that are away at once are a Poisson number; spares of the profile are kept."""
-    away, spares = 2.0, _with_spares(PROFILE, PROFILE.costs.repair / 2.0).cluster.spares
-    short = 1 - sum(math.exp(-away) * away**n / math.factorial(n) for n in range(spares + 1))
-    assert short <= 0.01 < short + math.exp(-away) * away**spares / math.factorial(spares)
-    given = replace(PROFILE, cluster=replace(PROFILE.cluster, spares=7))
-    assert _with_spares(given, 60.0).cluster.spares == 7
+    """Machines that are away at once are a Poisson number; spares of the profile are kept, and too few of them are idle time."""
+    for away in (0.001, 2.0, 144.0, 2000.0):
+        spares = _spares(PROFILE, PROFILE.costs.repair / away, "node")
+        assert log_enough(away, spares) >= math.log(0.99)
+        assert not spares or log_enough(away, spares - 1) < math.log(0.99)
+    exact = sum(math.exp(-2.0) * 2.0**n / math.factorial(n) for n in range(4))
+    assert math.exp(log_enough(2.0, 3)) == pytest.approx(exact)
+    assert _spares(PROFILE, 300.0, "process") == 0
+    given = replace(PROFILE, cluster=replace(PROFILE.cluster, spares=1))
+    (few,) = choose(given, 300.0, policies=["dense"])
+    assert (few.spares, few.spares_needed) == (1, 6)
+    assert few.goodput.shares()["idle"] > 0.4
+    (enough,) = choose(PROFILE, 300.0, policies=["dense"])
+    assert enough.spares == 6
+    assert enough.goodput.shares()["idle"] < 0.01
 
 
 def test_policies_are_exact_unless_losses_are_allowed() -> None:
@@ -105,6 +118,18 @@ def test_what_does_not_fit_is_not_chosen() -> None:
         choose(PROFILE, HOUR, host_nbytes=1)
 
 
+@pytest.mark.parametrize("replicas", [0, 1])
+@pytest.mark.parametrize(
+    "system",
+    [Ours(policy="dense"), Ours(policy="differential", every_n_steps=64), Ours(policy="differential", every_n_steps=4)],
+)
+def test_the_simulated_memory_is_about_the_forecast(system: Ours, replicas: int) -> None:
+    """Which plans and lays out as in the run."""
+    given = replace(system, replicas=replicas)
+    planned = _Search(PROFILE, HOUR, "node").planned(given)
+    assert planned.host_nbytes == pytest.approx(_memory(PROFILE, planned), rel=0.05)
+
+
 def test_reasons_name_the_parts_that_differ() -> None:
     """In points of goodput, which add up to the difference."""
     best, *others = chosen(HOUR)
@@ -118,6 +143,7 @@ def test_reasons_name_the_parts_that_differ() -> None:
     [
         (2.0, {}, r"`mtbf=2.0 s` must be longer than a step, 2.0 s.*Take shorter steps"),
         (5.0, {}, r"too short for a start, which takes 36 s .*hardly any"),
+        (HOUR, {"replicas": 9}, "`replicas=9` needs 10 nodes, and there are 4"),
         (HOUR, {"allow_loss": 1.5}, r"`allow_loss=1.5` must be a portion"),
     ],
 )

@@ -179,6 +179,17 @@ def test_long_runs_are_as_expected(name: str, mtbf: float) -> None:
     assert found.goodput.shares() == pytest.approx(want, abs=0.006)
 
 
+@pytest.mark.parametrize(("spares", "repair"), [(0, 300), (1, 3600), (3, 1800), (12, 3600)])
+def test_waits_for_machines_are_as_expected(spares: int, repair: float) -> None:
+    """However many spares there are for a machine lost every 10 min: idle is the time in which more of them are away."""
+    given = profile(repair=repair, startup=20)
+    given = replace(given, cluster=replace(given.cluster, spares=spares))
+    found = simulate(given, DENSE, Failures(mtbf=600), until_seconds=6000 * 600, seed=1).goodput.shares()
+    want = expected(given, DENSE, 600).shares()
+    assert found["idle"] == pytest.approx(want["idle"], abs=0.02)
+    assert found["productive"] == pytest.approx(want["productive"], abs=0.02)
+
+
 def test_sixteen_thousand_ranks_for_six_hours_take_seconds() -> None:
     """Time depends on failures, not on ranks or steps."""
     given = replace(
