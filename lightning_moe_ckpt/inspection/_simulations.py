@@ -40,7 +40,7 @@ class _Row:
     name: str
     runs: Sequence[Simulated]
     expected: Goodput | None
-    """In closed form; `None` for a trace, whose failures have no rate."""
+    """Shares in closed form; `None` for a trace, whose failures have no rate."""
 
     @property
     def shares(self) -> list[float]:
