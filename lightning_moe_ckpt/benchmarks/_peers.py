@@ -400,6 +400,8 @@ def draw(figures: Sequence[PeerFigure], path: Path) -> None:
     axes.set_xlabel("ms added to a step, with the interval of the median; pale: not resolved", fontsize=8)
     axes.grid(visible=True, axis="x", color="#edf0f4")
     axes.set_axisbelow(True)
+    widest = max([1e-3, *(abs(added.median) for _, added in shown)]) * 1e3
+    axes.set_xlim(-widest / 3, 1.6 * widest)  # an interval may be far longer
     canvas: Any = FigureCanvasAgg(picture)
     picture.set_dpi(80)
     canvas.print_png(str(path))
