@@ -345,7 +345,7 @@ def _own(policy: str, place: _Place) -> PeerSystem:
 
 def rests(policy: str, place: str) -> bool:
     """Return whether storage rests by a target, and no gate holds it up."""
-    return place == "memory" and policy.startswith(("partial", "selective"))
+    return place == "memory" and policy.startswith(("differential", "partial", "selective"))
 
 
 def _systems() -> Iterator[tuple[str, PeerSystem]]:
