@@ -171,10 +171,10 @@ def _put_failures(starts: Sequence[Sequence[Figures]], document: Document, put: 
     resumed = [start for start in starts if start[-1]["resumed_from"] is not None]
     own = [start[-1]["measured"]["own"] for start in resumed]
     said = f"median of {len(own)} starts"
-    for part in ("detection", "startup"):
-        put(f"costs.{part}", _median(each[part] for each in own), said)
+    put("costs.detection", _median(each["detection"] for each in own), said)
+    put("costs.startup", _median(map(_startup, resumed)), said)
     if starts and starts[0][-1]["resumed_from"] is None:
-        put("costs.startup_all", starts[0][-1]["measured"]["own"]["startup"], "the first start, launcher included")
+        put("costs.startup_all", _startup(starts[0]), "the first start, launcher included")
     measured = [start[-1]["measured"] for start in resumed]
     restores = [(sum(each["restored_nbytes"].values()), each["own"]["restore"]) for each in measured]
     sizes = [nbytes for nbytes, _ in restores if nbytes]
@@ -192,8 +192,16 @@ def _put_failures(starts: Sequence[Sequence[Figures]], document: Document, put: 
     put("costs.warm_up", max(0.0, statistics.median(extras)) if extras else None, f"median of {len(extras)} starts")
 
 
+def _startup(start: Sequence[Figures]) -> float:
+    """Return the seconds until restoring began: what first steps took longer is a cost of its own."""
+    measured = start[-1]["measured"]
+    return float(measured["own"]["startup"] - (measured.get("warm_up_seconds") or 0.0))
+
+
 def _warm_up(start: Sequence[Figures], step: float) -> float | None:
-    """Return the seconds of a start's first steps beyond ordinary steps', from the first entry with enough of them."""
+    """Return the seconds of a start's first steps beyond ordinary steps', as measured or from the first entry with enough of them."""
+    if (known := start[-1]["measured"].get("warm_up_seconds")) is not None:
+        return float(known)
     for figures in start:
         own, number = figures["measured"]["own"], figures["steps"] - figures["measured"]["repeated_steps"]
         if number >= _FIRST_STEPS:

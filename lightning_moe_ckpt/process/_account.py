@@ -31,6 +31,8 @@ from lightning_moe_ckpt.process._stall import HookClock
 ACCOUNT_NBYTES = 256
 """An account's bytes."""
 
+_COLD_STEPS, _WARM_STEPS = 5, 10
+"""First steps of a start, which are slower, and steps behind these to compare them with."""
 _MAGIC = b"goodput1"
 _PHASE = struct.Struct(f"<8sqqddd{len(PARTS)}d")
 """Part under way, newest step of before, when it began, hooks and slower steps then, and all parts then."""
@@ -157,6 +159,10 @@ class RunAccount:
         """Last step of the restored generation's coverage, first step of training, and newest step since."""
         self.until = float("inf")
         """Step at the end of the part under way; negative until the first batch."""
+        self._cold: list[float] = []
+        """Clock without hooks, validation and slower steps, at the begin and the end of the first steps."""
+        self.warm_up: float | None = None
+        """Seconds by which first steps were longer than those behind them; `None` as long as unknown, or if they did not count."""
         self._page: Any = bytearray(ACCOUNT_NBYTES)
         self._under_way = ("startup", now, 0.0, 0.0, past.goodput + between)
         """Part under way, when it began, hooks and slower steps then, and all parts then."""
@@ -186,8 +192,9 @@ class RunAccount:
     def passed(self, step: int) -> None:
         """Note the begin of training behind `step`."""
         part = "repeated" if step < self.covered else "lost" if step < self.reached else "productive"
-        self.until = {"repeated": self.covered, "lost": self.reached}.get(part, float("inf"))
         self._enter(part, step)
+        ends = {"repeated": self.covered, "lost": self.reached}
+        self.until = ends[part] if part in ends else self._warmed(step)
 
     def stepped(self, step: int) -> None:
         """Note a boundary of training."""
@@ -235,6 +242,26 @@ class RunAccount:
         return {"repeated": max(0, repeated - self.first), "lost": max(0, lost)}
 
     # -- private
+
+    def _warmed(self, step: int) -> float:
+        """Move the seconds by which first steps were longer from productive time to the start's; return the step to look again at.
+
+        First steps compile, allocate and fill caches: without the start they would have been as long as those behind them.
+        """
+        beside, steps = self._clock.seconds + self._clock.validated + self.beside.slowed, step - self.first
+        at = time.monotonic() - beside
+        if len(self._cold) < 2 and steps == len(self._cold) * _COLD_STEPS:
+            self._cold.append(at)
+            return step + (_WARM_STEPS if steps else _COLD_STEPS)
+        if len(self._cold) == 2 and self.warm_up is None:
+            usual = (at - self._cold[1]) / (steps - _COLD_STEPS)
+            part, began, hooks, slowed, before = self._under_way
+            longer = self._cold[1] - self._cold[0] - _COLD_STEPS * usual
+            self.warm_up = warm = min(max(0.0, longer), before.productive)
+            parts = {**asdict(before), "productive": before.productive - warm, "startup": before.startup + warm}
+            self._under_way = (part, began, hooks, slowed, Goodput(**parts))
+            self._write(step)
+        return float("inf")
 
     def _enter(self, part: str, step: int) -> None:
         now = self.balance()

@@ -230,7 +230,8 @@ def measured_figures(run: OpenRun) -> dict[str, Any]:
     `hooks_captured_seconds` of the training thread in hooks, by step; `repeated_seconds` of a repeated step. `slowed_seconds` has by tier the
     seconds by which steps were longer in all, and `nbytes` the bytes that this rank has brought there. `capture_nbytes` is the mean of a
     captured step, `nbytes_per_second` the newest speed of each tier at work. `restored_nbytes` has by place what the restore has read.
-    `own` has the parts of goodput since the last sign of life of the start before.
+    `own` has the parts of goodput since the last sign of life of the start before, `warm_up_seconds` the part of its `startup` that first steps took
+    longer; `None` before it is known.
     """
     capture, account, found, governor = run.capture, run.account, run.found, run.tiers.governor
     own, again = account.own(), account.taken_again()
@@ -243,5 +244,6 @@ def measured_figures(run: OpenRun) -> dict[str, Any]:
         "nbytes": {"host": capture.nbytes_captured, "storage": run.storage.nbytes_complete},
         "nbytes_per_second": {worker.name: worker.rate for worker in run.tiers.workers},
         "restored_nbytes": found.restored_from if found is not None else {},
+        "warm_up_seconds": account.warm_up,
         "own": rounded(own),
     }

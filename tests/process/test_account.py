@@ -118,6 +118,25 @@ def test_steps_decide_where_time_goes(clocks: Clocks) -> None:
     assert second.signed() == Balance(clocks.now - 60, 12, found.goodput)
 
 
+def test_what_first_steps_take_longer_belongs_to_the_start(clocks: Clocks) -> None:
+    """As soon as ten steps behind them say how long steps are; validation among them is no step's."""
+    account = clocks.account(birth=990.0)
+    account.begin(None, 0, clocks.beside)
+    account.passed(0)
+    for step in range(1, 15):
+        clocks.step(account, step, 3.0 if step <= 5 else 1.0)
+    assert account.balance().goodput.startup == 10
+    clocks.now, clocks.hooks.validated = clocks.now + 4, 4.0
+    clocks.step(account, 15)
+    found = account.balance().goodput
+    assert account.warm_up == pytest.approx(5 * 2 * 0.85)
+    assert (found.startup, found.productive) == pytest.approx((10 + 8.5, 15 * 0.85 + 4))
+    assert found.wall == pytest.approx(clocks.now - 990)
+    clocks.step(account, 16, 100.0)
+    assert account.balance().goodput.startup == found.startup
+    assert account.signed().goodput.startup == found.startup
+
+
 def test_a_page_that_says_nothing_is_passed_over(clocks: Clocks) -> None:
     """A new ring's, that of an older release, and one that a kill has torn."""
     account = clocks.account()
