@@ -28,7 +28,8 @@ def accounted(folder: Path, began: float) -> dict[str, Any]:
     said = json.loads((folder / "account").read_text())
     wall = said["ended"] - began
     print({name: round(seconds, 2) for name, seconds in said.items()}, round(wall, 2))
-    assert sum(said[part] for part in PARTS) == pytest.approx(wall, rel=0.01)
+    # Half a second for what no process can know: how long a busy machine took to make the first one.
+    assert sum(said[part] for part in PARTS) == pytest.approx(wall, rel=0.01, abs=0.5)
     return dict(said)
 
 
