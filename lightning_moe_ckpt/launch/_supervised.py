@@ -95,7 +95,7 @@ class Supervised:
             raise _lost()
         os.environ.update(place["place"])
         os.environ.pop(SPARE, None)
-        self.noticed: float = place.get("noticed", 0.0)
+        self.noticed: float = place["noticed"]
         """Time at which the supervisor has noticed the newest failure, in seconds since 1970; 0 for none."""
         self._newest: int = place["incarnation"]
         self.incarnation = self._newest

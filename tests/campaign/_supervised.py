@@ -112,7 +112,7 @@ class _Job:
         """Of the file of shots that ranks have asked for, what was read."""
         self._asked: list[tuple[float, dict[str, Any]]] = []
         """Those that are left, and when each is due."""
-        self._incarnation = 0
+        self._incarnation, self._noticed = 0, 0.0
         self._ranks = [_Rank(rank) for rank in range(script.world_size)]
         self._selector = selectors.DefaultSelector()
         name = f"test-{uuid.uuid4()}"
@@ -229,6 +229,7 @@ class _Job:
         self._selector.register(connection, selectors.EVENT_READ, (each, connection))
         socket.send_fds(connection, [HELLO], [each.heartbeat.descriptor])
         place = {"place": {}, "incarnation": self._incarnation, "replacement": each.replacement}
+        place["noticed"] = self._noticed
         connection.sendall(encode(place))
 
     def _hear(self, each: _Rank, connection: socket.socket) -> None:
@@ -246,10 +247,14 @@ class _Job:
         for line in map(json.loads, said.splitlines()):
             each.arrived = line.get("arrived", each.arrived)
             if line.get("called_off") == self._incarnation:
-                self._tell({"failed": self._incarnation, "rank": each.rank, "why": line["why"]})
+                self._tell_of(each.rank, line["why"])
                 self._incarnation += 1
         if said and all(other.arrived == self._incarnation for other in self._ranks):
             self._tell({"formed": self._incarnation, "prefix": f"test/{self._incarnation}"})
+
+    def _tell_of(self, rank: int, why: str) -> None:
+        self._noticed = time.time()
+        self._tell({"failed": self._incarnation, "rank": rank, "why": why, "at": self._noticed})
 
     def _tell(self, message: dict[str, Any]) -> None:
         for rank in self._ranks:
@@ -284,7 +289,7 @@ class _Job:
             if self._whole:
                 self._restart()
                 return
-            self._tell({"failed": self._incarnation, "rank": rank.rank, "why": f"ended with {code}"})
+            self._tell_of(rank.rank, f"ended with {code}")
             self._incarnation += 1
             rank.replacement = True
             self._replace(rank)
