@@ -202,4 +202,5 @@ def recovery(
         ("startup", behaviour.startup),
         ("restore", place.restore if place else 0.0),
         ("repeated", behaviour.replayed * behaviour.replay if place else 0.0),
+        ("startup", profile.costs.warm_up),
     ]
