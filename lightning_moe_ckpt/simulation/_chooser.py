@@ -20,7 +20,7 @@ from lightning_moe_ckpt.goodput import Goodput
 from lightning_moe_ckpt.planning._forecast import forecast_run
 from lightning_moe_ckpt.policies import DensePolicy, DifferentialPolicy, PartialPolicy, Policy, SparsePolicy
 from lightning_moe_ckpt.simulation._behaviour import STORED, Behaviour, rank_items
-from lightning_moe_ckpt.simulation._closed_form import log_enough, mean_cycle
+from lightning_moe_ckpt.simulation._closed_form import log_enough, mean_cycle, refuse_hopeless
 from lightning_moe_ckpt.simulation._failures import Scope
 from lightning_moe_ckpt.simulation._profile import Profile
 from lightning_moe_ckpt.simulation._systems import Ours
@@ -136,7 +136,8 @@ def choose(
     """
     if not 0 <= allow_loss < 1:
         raise ConfigurationError(f"`allow_loss={allow_loss:g}` must be a portion of tokens, from 0 to below 1.")
-    _refuse_hopeless(profile, mtbf)
+    refuse_hopeless(profile, mtbf)
+    _refuse_starts(profile, mtbf)
     scope = scope or ("node" if profile.cluster.nodes > 1 else "process")
     search = _Search(profile, mtbf, scope)
     found = [search.best(system) for system in _candidates(profile, allow_loss, replicas) if system.policy in policies]
@@ -180,13 +181,8 @@ def reasons(planned: Sequence[PlannedRun]) -> list[str]:
     return said
 
 
-def _refuse_hopeless(profile: Profile, mtbf: float) -> None:
-    step, costs = profile.step_seconds, profile.costs
-    if not mtbf > step:
-        raise ConfigurationError(
-            f"`mtbf={time_text(float(mtbf))}` must be longer than a step, {time_text(float(step))}: failures would end most steps before they "
-            "are done, and no checkpoint can keep a step that was not taken. Take shorter steps (fewer micro-batches), or find out what fails."
-        )
+def _refuse_starts(profile: Profile, mtbf: float) -> None:
+    costs = profile.costs
     back = costs.detection + costs.startup + costs.restore_fixed
     if back > 5 * mtbf:  # one recovery of 150 would succeed
         raise ConfigurationError(

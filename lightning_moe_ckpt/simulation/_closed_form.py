@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import math
 
+from lightning_moe_ckpt._units import time_text
+from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.goodput import PARTS, Goodput
 from lightning_moe_ckpt.simulation._behaviour import Behaviour, SimulatedTier, recovery
 from lightning_moe_ckpt.simulation._failures import SCOPES, Scope
@@ -45,6 +47,15 @@ def mean_cycle(profile: Profile, behaviour: Behaviour, mtbf: float, scope: Scope
     first = max(0.0, (mtbf - again * (behaviour.again + extra)) / (step + extra))
     steps, trained = first + again, {"productive": first * step, "lost": again * behaviour.again}
     return Goodput(**parts) + Goodput(**trained, hooks=steps * behaviour.hooks, slowed=steps * behaviour.slowed)
+
+
+def refuse_hopeless(profile: Profile, mtbf: float) -> None:
+    """Raise `ConfigurationError` if failures are closer than a step takes."""
+    if mtbf <= (step := profile.step_seconds):
+        raise ConfigurationError(
+            f"`mtbf={time_text(float(mtbf))}` must be longer than a step, {time_text(float(step))}: failures would end most steps before they "
+            "are done, and no checkpoint can keep a step that was not taken. Take shorter steps (fewer micro-batches), or find out what fails."
+        )
 
 
 def log_enough(away: float, spares: int) -> float:

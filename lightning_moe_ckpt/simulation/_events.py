@@ -15,11 +15,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
-from lightning_moe_ckpt._units import time_text
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.goodput import PARTS, Goodput
 from lightning_moe_ckpt.simulation._behaviour import SimulatedTier, recovery
-from lightning_moe_ckpt.simulation._closed_form import mean_cycle
+from lightning_moe_ckpt.simulation._closed_form import mean_cycle, refuse_hopeless
 from lightning_moe_ckpt.simulation._failures import SCOPES, Failures, Scope
 from lightning_moe_ckpt.simulation._profile import Profile
 from lightning_moe_ckpt.simulation._systems import System
@@ -75,7 +74,8 @@ def simulate(
         raise ConfigurationError(
             f"`simulate(until_steps={until_steps}, until_seconds={until_seconds})` must be above 0, and finite."
         )
-    _refuse_hopeless(profile, failures)
+    if failures.trace is None:
+        refuse_hopeless(profile, failures.mtbf)
     mean = failures.mean_seconds(end)
     run = _Run(profile, system, mean, goal=goal, end=end, seed=seed)
     return run.through(failures, seed, first_start)
@@ -86,7 +86,7 @@ def expected(profile: Profile, system: System, mtbf: float, scope: Scope = "node
 
     Partial generations have the least K within the system's budget at this rate.
     """
-    _refuse_hopeless(profile, Failures(mtbf=mtbf))
+    refuse_hopeless(profile, mtbf)
     found, step = system.behaviour(profile, mtbf), profile.step_seconds
     while found.taken < 1 and mtbf < math.inf:
         grown = system.grown(profile, found, found.unsaved * (step + found.extra) / mtbf, 0.0)
@@ -94,14 +94,6 @@ def expected(profile: Profile, system: System, mtbf: float, scope: Scope = "node
             break
         found = grown
     return mean_cycle(profile, found, mtbf, scope)
-
-
-def _refuse_hopeless(profile: Profile, failures: Failures) -> None:
-    if failures.trace is None and failures.mtbf < profile.step_seconds:
-        raise ConfigurationError(
-            f"failures every {time_text(failures.mtbf)} are closer than a step takes, {time_text(profile.step_seconds)}: no step "
-            "ends, and no checkpoint helps. Give a longer time between failures, or a profile of shorter steps."
-        )
 
 
 @cache

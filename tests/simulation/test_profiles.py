@@ -131,4 +131,4 @@ def test_the_command_shows_systems_side_by_side(tmp_path: Path, capsys: pytest.C
         assert main(["simulate", str(path), "--system", wrong]) == 2
         assert said in capsys.readouterr().err
     assert main(["simulate", str(path), "--mtbf", "1s"]) == 2
-    assert "closer than a step takes" in capsys.readouterr().err
+    assert "must be longer than a step" in capsys.readouterr().err

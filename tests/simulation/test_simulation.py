@@ -227,7 +227,7 @@ def test_windows_are_those_of_the_planner() -> None:
 
 def test_what_cannot_work_is_refused() -> None:
     """Failures within a step, a run without an end, and one that never ends."""
-    with pytest.raises(ConfigurationError, match=r"every 0.5 s are closer than a step takes, 1.0 s"):
+    with pytest.raises(ConfigurationError, match=r"mtbf=0.5 s` must be longer than a step, 1.0 s"):
         simulate(profile(), DENSE, Failures(mtbf=0.5), until_steps=10)
     with pytest.raises(ConfigurationError, match=r"training\.steps"):
         simulate(profile(), DENSE, Failures(mtbf=50))
