@@ -355,8 +355,7 @@ def _systems() -> Iterator[tuple[str, PeerSystem]]:
     memory, storage = get_args(_Place)
     yield "none", PeerSystem("none, a second time", memory, lambda *_: None)
     yield "dlrover-memory", PeerSystem("DLRover", memory, lambda f, e, n: _Dlrover(f, e, n, disk=False), *dlrover)
-    local = "NVRx, local on a tmpfs, adapted to the CPU"
-    yield "nvrx-local", PeerSystem(local, memory, lambda f, e, _: _NvrxLocal(f, every_n_steps=e), *nvrx)
+    yield "nvrx-local", PeerSystem("NVRx, local", memory, lambda f, e, _: _NvrxLocal(f, every_n_steps=e), *nvrx)
     yield (
         "lm-resiliency-memory",
         PeerSystem("lm-resiliency", memory, lambda f, e, _: _LmResiliency(f, e, disk=False), *resilient),
@@ -368,8 +367,7 @@ def _systems() -> Iterator[tuple[str, PeerSystem]]:
     yield "dcp-async", PeerSystem("torch DCP, async", storage, lambda f, e, _: _Dcp(f, e, "async"))
     yield "dcp-process", PeerSystem("torch DCP, process", storage, lambda f, e, _: _Dcp(f, e, "process"))
     yield "dlrover-disk", PeerSystem("DLRover", storage, lambda f, e, n: _Dlrover(f, e, n, disk=True), *dlrover)
-    queued = "NVRx, async, adapted to the CPU"
-    yield "nvrx-async", PeerSystem(queued, storage, lambda f, e, _: _NvrxAsync(f, every_n_steps=e), *nvrx)
+    yield "nvrx-async", PeerSystem("NVRx, async", storage, lambda f, e, _: _NvrxAsync(f, every_n_steps=e), *nvrx)
     yield (
         "lm-resiliency-disk",
         PeerSystem("lm-resiliency", storage, lambda f, e, _: _LmResiliency(f, e, disk=True), *resilient),

@@ -82,8 +82,8 @@ class PeerFigure:
     """Median time from a step's end until a restart would go back no further; `None` where no save became safe."""
     nbytes_per_step: float = 0.0
     """Taken, mean."""
-    memory_nbytes: int = 0
-    """Most host memory, less a training's without checkpoints."""
+    memory_nbytes: int | None = None
+    """Most host memory, less a training's without checkpoints; `None` where no turn was watched."""
     kills: PeerKills | None = None
     missing: str = ""
     """Why something was not measured; empty if all was."""
@@ -380,4 +380,6 @@ def draw(figures: Sequence[PeerFigure], path: Path) -> None:
     axes.set_xlabel("ms added to a step, with the interval of the median; pale: not resolved", fontsize=8)
     axes.grid(visible=True, axis="x", color="#edf0f4")
     axes.set_axisbelow(True)
+    widest = max([1e-3, *(abs(added.median) for _, added in shown)]) * 1e3
+    axes.set_xlim(-widest / 3, 1.6 * widest)  # an interval may be far longer
     picture.savefig(path, dpi=80, format="png")
