@@ -114,7 +114,8 @@ _CHOSEN = Assumed()
 ASSUMPTIONS = (
     "A step takes MoC's overhead in seconds divided by the one in percent, both of Table 3 at 10 min: 1.69, 2.11, 2.51 and 2.90 s.",
     "A rank copies 283 MB/s to the host, the middle of what Algorithm 1 needs for DeepSeek-MoE's window of 6. Windows are the paper's.",
-    "Copies slow a step by 2 % for as long as they run: the paper's `at most 2 %`.",
+    "Copies slow a step by 2 % for as long as they run, the paper's `at most 2 %`; bytes to storage add to that.",
+    "An expert has (all - active) / (experts - activated) / layers parameters, of Table 2. A repeated step with frozen parameters is shorter by a third of their part (Sec. 3.5).",
     "A failure takes a node, whose spare is ready. 3 s of detection, 3 s of a start in place and 2 s of a restore beside its bytes.",
     "Failures are 43,200 s / MTBF in number, since CheckFreq's recovery in MoE-LLaVa, 1265, 2530, 5059 and 7589 s, is as 6, 12, 24 and 36. Their times are drawn evenly.",
     "CheckFreq and Gemini start all ranks anew in 250 s, which is what Fig. 1b's 0.93 and 0.79 leave besides half an interval. MoC's ETTR at 2 h is 1 / (1 + its overhead): it restarts in place.",
@@ -122,6 +123,7 @@ ASSUMPTIONS = (
     "MoC starts with an eighth of the experts (Fig. 10c) and 8.5 % of overhead, the mean of Table 3 at 2 h, and doubles K after a failure once 0.15 % of the 12 hours' tokens are lost. The paper tells no budget.",
     "All systems also store generations as often as 40 Gb/s allow.",
     "Fig. 11: a pipeline has four micro-batches for each stage, a stage's time is DeepSeek-MoE's in proportion to active parameters, storage is faster in proportion to GPUs.",
+    "Fig. 11: layers are two a stage, with 64 experts of 90 % of all parameters. Active are 0.16, 0.15, 0.153 and 0.055 of them, public for 145B and 671B only. Windows are those of Algorithm 1 here.",
 )  # fmt: skip
 """Everything that the paper does not state."""
 CHOICES = (
