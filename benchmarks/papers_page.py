@@ -6,13 +6,12 @@ Rows are written by `python -m benchmarks papers --page docs/papers.md`, for the
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.papers_figure import Figure, number
 from benchmarks.papers_others import UNTOLD
-from lightning_moe_ckpt.benchmarks._benchmark import Machine
-from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.benchmarks._benchmark import Machine, rewritten
 
 _BEGIN, _END = "<!-- figures of {paper}, written by `python -m benchmarks papers` -->", "<!-- end of figures -->"
 _UNTOLD = "<!-- not repeated -->"
@@ -47,37 +46,23 @@ def with_rows(text: str, rows: Mapping[str, str], figures: Mapping[str, Figure])
     Raises:
         ConfigurationError: the page has no place for a paper's figures.
     """
-    papers = dict.fromkeys(figure.source.partition(" ")[0] for figure in figures.values())
-    if _UNTOLD not in text:
-        raise ConfigurationError(
-            f"The page has no `{_UNTOLD}`. Put it, with `{_END}` after it, where the list belongs."
-        )
-    for paper in papers:
-        begin = _BEGIN.format(paper=paper)
-        if text.count(begin) != 1 or _END not in text.partition(begin)[2]:
-            raise ConfigurationError(
-                f"The page has no `{begin}` with `{_END}` after it. Put both where the table belongs."
-            )
-        before, _, rest = text.partition(begin)
-        table, _, after = rest.partition(_END)
-        merged = {**dict(_by_key(table.splitlines())), **rows}
+    for paper in dict.fromkeys(figure.source.partition(" ")[0] for figure in figures.values()):
         keys = [key for key, figure in figures.items() if figure.source.startswith(paper)]
-        found = "".join(f"{merged[key]}\n" for key in keys if key in merged)
-        missing = ", ".join(f"`{key}`" for key in keys if key not in merged)
-        parts = [
-            f"{_HEAD}{found}" if found else "",
-            f"Not measured yet: {missing}.\n" if missing else "",
-            f"{_END}{after}",
-        ]
-        text = "\n".join([f"{before}{begin}\n", *filter(None, parts)])
+
+        def table(was: str, keys: Sequence[str] = keys) -> str:
+            merged = {**dict(_by_key(was.splitlines())), **rows}
+            found = "".join(f"{merged[key]}\n" for key in keys if key in merged)
+            missing = ", ".join(f"`{key}`" for key in keys if key not in merged)
+            return f"{_HEAD}{found}\n" * bool(found) + f"Not measured yet: {missing}." * bool(missing)
+
+        text = rewritten(text, _BEGIN.format(paper=paper), _END, table)
     return text
 
 
 def untold(text: str) -> str:
     """Return a page with the list of what is not repeated."""
-    before, _, rest = text.partition(_UNTOLD)
     lines = "".join(f"* {source}: {reason}\n" for source, reason in UNTOLD.items())
-    return f"{before}{_UNTOLD}\n\n{lines}\n{_END}{rest.partition(_END)[2]}"
+    return rewritten(text, _UNTOLD, _END, lambda _: lines)
 
 
 def keys_of(text: str) -> set[str]:

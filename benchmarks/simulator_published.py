@@ -18,8 +18,7 @@ from types import SimpleNamespace
 from rich.table import Table
 
 from benchmarks.papers_windows import MODELS, bandwidth_of
-from lightning_moe_ckpt.benchmarks._benchmark import Progress, table_of
-from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.benchmarks._benchmark import Progress, rewritten, table_of
 from lightning_moe_ckpt.simulation import (
     CheckFreq,
     ClusterProfile,
@@ -368,8 +367,5 @@ def _listed(lines: Sequence[str]) -> list[str]:
 
 def update(path: Path, begin: str, end: str, body: str) -> None:
     """Write what is between two marks of a page anew."""
-    before, found, rest = path.read_text(encoding="utf-8").partition(begin)
-    _, ends, after = rest.partition(end)
-    if not found or not ends:
-        raise ConfigurationError(f"The page has no `{begin}` with `{end}` after it. Put both where the table belongs.")
-    path.write_text(f"{before}{begin}\n\n{body}\n\n{end}{after}", encoding="utf-8")
+    page = path.read_text(encoding="utf-8")
+    path.write_text(rewritten(page, begin, end, lambda _: body), encoding="utf-8")

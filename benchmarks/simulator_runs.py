@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,8 +11,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.simulator_fit import Cell
+from benchmarks.steps import train_in_ranks
 from lightning_moe_ckpt.benchmarks._fits import bench_folders
-from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.goodput import Goodput
 from lightning_moe_ckpt.testing._records import Record, read_lines
 
@@ -63,19 +60,9 @@ def run_cell(cell: Cell, parent: Path | None, keep: Path) -> Run:
     shutil.rmtree(keep, ignore_errors=True)  # of a run that was interrupted
     keep.mkdir(parents=True)
     with bench_folders(parent) as (folder, memory):
-        command = [sys.executable, "-m", "lightning_moe_ckpt.cli", "run", "--nproc-per-node", "1"]
-        command += ["--max-failures", "1000", "--hang-timeout", "3600", "-m", "benchmarks.simulator_fit"]
+        what = [str(folder), str(memory), json.dumps(asdict(cell))]
         began = time.monotonic()
-        ended = subprocess.run(  # noqa: S603  # our own command
-            [*command, str(folder), str(memory), json.dumps(asdict(cell))],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=_LIMIT_SECONDS,
-            check=False,
-        )
-        if ended.returncode:
-            raise CheckpointError(f"{cell} failed.\n{ended.stdout}{ended.stderr}"[-4000:])
+        train_in_ranks("benchmarks.simulator_fit", what, ranks=1, seconds=_LIMIT_SECONDS, failures=1000)
         meta = {"cell": asdict(cell), "began": began, "unix": time.time() - time.monotonic()}
         (keep / "cell.json").write_text(json.dumps(meta))
         for name in ("lines", "faults", "run"):

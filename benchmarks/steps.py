@@ -17,15 +17,15 @@ from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.testing._records import JsonLines, Record, read_lines
 
 
-def train_in_ranks(module: str, what: Sequence[str], *, ranks: int, seconds: float) -> None:
-    """Train by `python -m module what` in so many processes, under `moe-ckpt run`, which waits through slow steps.
+def train_in_ranks(module: str, what: Sequence[str], *, ranks: int, seconds: float, failures: int = 1) -> None:
+    """Train by `python -m module what` in so many processes, under `moe-ckpt run`, which waits through slow steps and bears `failures`.
 
     Raises:
         CheckpointError: the training failed; with what it printed.
     """
     command = [sys.executable, "-m", "lightning_moe_ckpt.cli", "run", "--nproc-per-node", str(ranks)]
     ended = subprocess.run(  # noqa: S603  # our own command
-        [*command, "--max-failures", "1", "--hang-timeout", "3600", "-m", module, *what],
+        [*command, "--max-failures", str(failures), "--hang-timeout", "3600", "-m", module, *what],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -195,3 +195,12 @@ def _measure(modules: Mapping[str, Any], options: SimpleNamespace) -> dict[str, 
             bar.update(task, description=what, completed=done, total=total, refresh=True)
 
         return {name: module.measure(options, show) for name, module in modules.items()}
+
+
+def rewritten(page: str, begin: str, end: str, write: Callable[[str], str]) -> str:
+    """Return a page with what `write` makes of the text between two marks in its place. Raises `ConfigurationError` without both marks, once."""
+    before, _, rest = page.partition(begin)
+    if page.count(begin) != 1 or end not in rest:
+        raise ConfigurationError(f"The page has no `{begin}` with `{end}` after it. Put both where the text belongs.")
+    was, _, after = rest.partition(end)
+    return f"{before}{begin}\n\n{write(was).strip()}\n\n{end}{after}"

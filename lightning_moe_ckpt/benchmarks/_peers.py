@@ -25,7 +25,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from lightning_moe_ckpt.benchmarks._benchmark import Machine, Progress, rounds_of, table_of
+from lightning_moe_ckpt.benchmarks._benchmark import Machine, Progress, rewritten, rounds_of, table_of
 from lightning_moe_ckpt.benchmarks._fits import ModelSize, bench_folders
 from lightning_moe_ckpt.benchmarks._peer_environments import Environment, default_place, interpreter_of
 from lightning_moe_ckpt.benchmarks._peer_fits import PeerFit, PeerKills, PeerTurn
@@ -341,12 +341,8 @@ _BEGIN, _END = "<!-- written by `moe-ckpt bench peers` -->", "<!-- end of peers 
 
 def write_page(path: Path, figures: Sequence[PeerFigure], machine: Machine, options: SimpleNamespace) -> None:
     """Put the table into the page at `path`, in its marked place. Raises `ConfigurationError` if the page has none."""
-    text = path.read_text(encoding="utf-8")
-    if text.count(_BEGIN) != 1 or _END not in text.partition(_BEGIN)[2]:
-        raise ConfigurationError(f"{path} has no `{_BEGIN}` with `{_END}` after it. Put both where the table belongs.")
-    before, _, rest = text.partition(_BEGIN)
-    page = page_of(figures, machine, options)
-    path.write_text(f"{before}{_BEGIN}\n\n{page}\n{_END}{rest.partition(_END)[2]}", encoding="utf-8")
+    page = path.read_text(encoding="utf-8")
+    path.write_text(rewritten(page, _BEGIN, _END, lambda _: page_of(figures, machine, options)), encoding="utf-8")
 
 
 def page_of(figures: Sequence[PeerFigure], machine: Machine, options: SimpleNamespace) -> str:

@@ -150,7 +150,7 @@ def test_a_row_says_what_did_not_hold() -> None:
     row = cells(figure, {"a": 2.0, "b": 1.0}, {"it grows": False}, Machine.read())
     assert "a: 2 %; **not so**: it grows" in row
     assert row.count("|") == 6
-    with pytest.raises(ConfigurationError, match="not repeated"):
+    with pytest.raises(ConfigurationError, match="has no `<!-- figures of MoEvement"):
         with_rows("# A page\n", {}, FIGURES)
 
 
