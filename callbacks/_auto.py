@@ -191,11 +191,7 @@ class AutoCheckpoint(CheckpointCallback):
         with closing(self._backend()) as backend:
             try:
                 document, _ = profile_of(RunView.open(backend))
-            except (
-                StorageError,
-                Corrupt,
-                NoUsableGeneration,
-            ) as error:  # an outage, or a generation that is removed meanwhile
+            except (StorageError, Corrupt, NoUsableGeneration) as error:  # an outage, or a generation removed meanwhile
                 log.warning("the run's figures cannot be read: looked for again in %d steps. %s", _LOOK_STEPS, error)
                 return None
             if "step_seconds" not in document["training"] or "hooks_per_capture" not in document["costs"]:

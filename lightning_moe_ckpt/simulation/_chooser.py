@@ -102,22 +102,13 @@ class PlannedRun:
     def document(self) -> dict[str, Any]:
         """Return everything as JSON values."""
         name, given = self.callback()
-        figures = [
-            "window",
-            "every",
-            "storage_seconds",
-            "storage_nbytes_per_hour",
-            "host_nbytes",
-            "lost_portion",
-            "spares",
-            "spares_needed",
-        ]
+        costs = ("storage_seconds", "storage_nbytes_per_hour", "host_nbytes", "lost_portion", "spares", "spares_needed")
         return {
             "policy": self.system.policy,
             "replicas": self.system.replicas,
             "goodput": self.goodput.share,
             "parts": self.goodput.shares(),
-            **{figure: getattr(self, figure) for figure in figures},
+            **{name: getattr(self, name) for name in ("window", "every", *costs)},
             "callback": {"class_path": f"lightning_moe_ckpt.callbacks.{name}", "init_args": given},
         }
 
