@@ -7,6 +7,7 @@ It inserts a `ReplayHooks` callback, which runs first: replay repairs state befo
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -338,10 +339,8 @@ class CheckpointCallback(SharedArguments, Checkpoint):
 
     def _close(self, trainer: Trainer, *, keep_memory: bool = False) -> None:
         run, self._run = self._run, None
-        if run is not None:
-            self._report = run.sessions.report()
-        elif self._report is None:
-            self._report = Report.empty()
+        report = self._report or Report.empty() if run is None else run.sessions.report()
+        self._report = report  # a close may raise
         if self._in_place is not None:
             self._in_place.close()
             self._in_place = None
@@ -349,7 +348,9 @@ class CheckpointCallback(SharedArguments, Checkpoint):
             self._watched.close()
             self._watched = None
         if run is not None:
+            began = time.perf_counter()
             run.close(keep_memory=keep_memory)
+            self._report = replace(report, goodput=report.goodput + Goodput(hooks=time.perf_counter() - began))
         trainer.callbacks = [  # type: ignore[attr-defined]
             callback for callback in callbacks_of(trainer) if not isinstance(callback, ReplayHooks)
         ]
