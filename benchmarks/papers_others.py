@@ -114,6 +114,7 @@ OTHERS = [
                 lambda x: x[0] <= x[1],
             ),
         ],
+        shown=("largest change of loss", "load-aware, above sequential", "margin"),
         note="loss of a text model, not accuracy on images: less is better. With I=1 both orders lose so little that chaos "
         "is larger than what is between them.",
     ),
