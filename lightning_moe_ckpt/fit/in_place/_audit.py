@@ -30,6 +30,7 @@ from lightning_moe_ckpt.errors import CodecError, SilentFault
 from lightning_moe_ckpt.fit._run import FitSession
 from lightning_moe_ckpt.fit._sessions import Standing
 from lightning_moe_ckpt.fit.in_place._plays import (
+    Asked,
     Play,
     Role,
     gradients_aside,
