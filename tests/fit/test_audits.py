@@ -154,7 +154,7 @@ def train(
         state = {name: each.clone() for name, each in module.state_dict().items()}
         return Fit(state, checkpoint.report.audit, error, heard.lines, monitor.latest)
 
-    return run_world(setup.ranks, work, timeout=timedelta(seconds=60), process_group=False)
+    return run_world(setup.ranks, work, timeout=timedelta(seconds=180), process_group=False)
 
 
 def alike(ranks: list[Fit], others: list[Fit]) -> bool:
@@ -296,7 +296,7 @@ def test_steps_that_cannot_be_played_are_no_faults(
         fit(module(), rows(waves(64, 8), batch_size=8), checkpoint, max_steps=4, devices=2, strategy=strategy)
         return checkpoint.report.audit, heard.lines
 
-    found = run_world(2, work, timeout=timedelta(seconds=60), process_group=False)
+    found = run_world(2, work, timeout=timedelta(seconds=180), process_group=False)
     for audit, _ in found:
         assert not audit.findings
         assert bool(audit.left_out) is left_out
