@@ -8,7 +8,7 @@ import pytest
 
 from campaign._campaign import Campaigns
 from campaign._training import Checkpointing, Setup
-from campaign.test_stages_alone import TOPOLOGIES, Counted, Editing, chain, check_alone
+from campaign.test_stages_alone import TOPOLOGIES, Counted, Editing, chain, check
 from lightning_moe_ckpt.testing import Kill
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
@@ -51,4 +51,4 @@ def test_audited_stages_recover_alone(campaigns: Campaigns, setup: Counted, plac
     """A step is watched anew once a rank is new, by all ranks."""
     checkpointing = Checkpointing(policy="sparse", window=3, order="popularity", arguments=AUDITED)
     setup = replace(setup, batches=24, checkpointing=checkpointing)
-    check_alone(campaigns, setup, chain(places, [(at + 1) % setup.world_size for at in range(len(places))]))
+    check(campaigns, setup, chain(places, [(at + 1) % setup.world_size for at in range(len(places))]))
