@@ -212,6 +212,15 @@ class FitSession:
 
         return put_back
 
+    def part_of_step(self) -> dict[str, Any]:
+        """Return the state of layers and attributes that a step may read, for another rank."""
+        return {"layers": self._layers.take(), "attributes": self._recorder.attributes()}
+
+    def take_part_of_step(self, part: Mapping[str, Any]) -> None:
+        """Set layers and attributes to another rank's."""
+        self._layers.restore(part["layers"])
+        self._recorder.take_attributes(part["attributes"])
+
     def start_of_run(self) -> dict[str, Any]:
         """Return files and folders of this fit's first begin, for a fit that begins anew in place."""
         return {"files": self._files.start(), "logs": self._logs.start()}
@@ -480,6 +489,8 @@ class FitSession:
     def _training_step(self, step: Callable[[], Any], batch: Any) -> Any:
         """Run the user's step; in replay, run it once more with all gradients if it asks for an omitted gradient."""
         frozen = self.sessions.now.repeats.frozen
+        if self.sessions.audits is not None:  # here: behind all hooks that may change what the step reads
+            self.sessions.audits.step_begins(batch)
         if frozen is None or not frozen.leaves_out:
             return self._outcome.ask(step)
         roots, weights = [batch, *self.generators(), *self._module.buffers()], self._module.parameters()
