@@ -6,21 +6,24 @@ session of the old groups is closed then, and another one takes its place, with 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from enum import Enum, auto
 from functools import partial
+from typing import NoReturn
 
 import torch
 from lightning.pytorch import Callback, Trainer
 
 from lightning_moe_ckpt.coordination import Exchange, Neighbours
+from lightning_moe_ckpt.errors import FaultFound
 from lightning_moe_ckpt.fit import _limits
 from lightning_moe_ckpt.fit._callbacks import averages_of
 from lightning_moe_ckpt.fit._other_ranks import retold
 from lightning_moe_ckpt.fit._state import Trained
 from lightning_moe_ckpt.fit._stops import say_who_is_gone
 from lightning_moe_ckpt.fit.loops import _trainer
+from lightning_moe_ckpt.launch import Supervised
 from lightning_moe_ckpt.operators import StateSchema, agreed_schema
 from lightning_moe_ckpt.policies import Policy
 from lightning_moe_ckpt.recovery import JournalReader, Repeats
@@ -138,6 +141,23 @@ class Sessions:
     def failed(self, error: BaseException) -> None:
         """Log which other rank has died, if its death ends the fit."""
         say_who_is_gone(self._neighbours, self.now.newest_step, error)
+
+    def condemn(self, ranks: Collection[int], text: str) -> NoReturn:
+        """Make what was taken since the last clean audit void, and leave the fit with `FaultFound`: under a supervisor others take the
+        places of `ranks`, and all go on in place from an older generation. Collective.
+        """
+        step, own, supervised = self.now.condemn(text), self._trainer.global_rank, Supervised.from_environment()
+        if supervised is not None and own in ranks:
+            supervised.give_way(f"is at fault: {text}", step)
+        if supervised is not None and not ranks and own == 0:
+            supervised.call_off(f"goes back to step {step}: {text}")
+        named = f" Look at the devices of ranks {', '.join(map(str, sorted(ranks)))} before." if ranks else ""
+        raise FaultFound(
+            f"{text}. Generations behind step {step}, the last clean audit, are void. Start this job again: it goes on from there or "
+            f"before.{named}",
+            tuple(sorted(ranks)),
+            step,
+        )
 
     def close(self, *, keep_memory: bool) -> None:
         """Close the session in force, or its replay alone if it is closed already."""

@@ -15,7 +15,7 @@ from xxhash import xxh3_128_hexdigest
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange, Neighbours
-from lightning_moe_ckpt.errors import CodecError
+from lightning_moe_ckpt.errors import CodecError, NoUsableGeneration
 from lightning_moe_ckpt.goodput import Goodput
 from lightning_moe_ckpt.journal import UNFIT, Journal, encode
 from lightning_moe_ckpt.native import Bubbles, PipelinePhase
@@ -32,6 +32,8 @@ from lightning_moe_ckpt.tiers import STORAGE
 
 log = rank_logger(__name__)
 
+_LAST_SECONDS = 10.0
+"""Seconds for a generation under way to become durable, before what is newer is made void."""
 _MEASURED_JOURNALS = 2
 """Steps whose journals are measured, captured or not, to reserve room in the first plan."""
 
@@ -98,6 +100,8 @@ class CheckpointSession:
             if not job.policy.exact and found is not None and not found.recut:
                 build_on_stored(run.opener.store, job.exchange, run.tiers, run.storage, found)
             self._planner.begin()
+            if job.config.audit_every_n_steps is not None:
+                self._trust(found)
             start = None if found is None else found.start
             if found is not None and restoring is not None:
                 layout, outcome, replay = restoring
@@ -111,6 +115,12 @@ class CheckpointSession:
             self._heap.sweep()
         self._durations.start = time.perf_counter() - started
         return start
+
+    def _trust(self, found: RestoreSource | None) -> None:
+        """Take what this run goes on from for good as far as earlier audits say; all of it if there was none. Collective."""
+        told = self.job.exchange.run_on_coordinator(lambda: self._run.opener.store.told().get("audited"))
+        reached = 0 if found is None else found.generation.step
+        self._run.storage.audited = min(reached, told) if isinstance(told, int) else reached
 
     def _load(self, found: RestoreSource, layout: WindowLayout, replay: Replay, started: float) -> Journal:
         load_found(found, replay, self.job.view.operators)
@@ -347,6 +357,35 @@ class CheckpointSession:
             self._run.tiers.complete_everywhere(STORAGE, durable)
         return durable is not None
 
+    # -- audits
+
+    @property
+    def audited(self) -> int | None:
+        """Step of the last clean audit, of an earlier process too, or from which audits began; `None` without audits."""
+        return self._run.storage.audited if self.is_open else None
+
+    def passed_audit(self, step: int) -> None:
+        """Note that an audit of step `step` was clean: generations up to there are good, and the newest of them stays."""
+        self._run.storage.audited = step
+
+    def condemn(self, why: str) -> int:
+        """Make all generations since the last clean audit void, in every tier and for every later start. Return that audit's step.
+        Collective; afterwards only `close` may be called.
+
+        Raises `NoUsableGeneration` if storage has none up to there: nothing is void then.
+        """
+        run, step = self._run, self._run.storage.audited
+        assert step is not None, "audits are off"
+        for patience in (_LAST_SECONDS, 0.0):
+            if self.job.exchange.run_on_coordinator(lambda: run.opener.store.condemn(step, why)):
+                log.error("generations behind step %d are void, the last clean audit: %s", step, why, alike=True)
+                return step
+            run.storage.drain(patience)  # the first generation may be under way
+        raise NoUsableGeneration(
+            f"{why}. Storage has no generation up to step {step}, the last clean audit, to go back to, so nothing was made void. What is "
+            "stored may be wrong: look at it before this job is started again."
+        )
+
     # -- end
 
     def any_rank(self, flag: bool) -> bool:
@@ -401,6 +440,7 @@ class CheckpointSession:
             "nbytes_captured": run.capture.nbytes_captured,
             "goodput": run.account.document(),
             "measured": measured_figures(run),
+            "audited": run.storage.audited,
             "slow_ranks": "" if run.tiers.stragglers is None else str(run.tiers.stragglers.figures),
         }
 
