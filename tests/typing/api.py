@@ -289,6 +289,6 @@ def remedies() -> Sequence[type[errors.CheckpointError]]:
     ]
     system: list[type[OSError]] = [errors.StorageError, errors.StorageRefused, errors.KeyExists, errors.KeyMissing]
     runtime: list[type[RuntimeError]] = [errors.Fenced, errors.NoUsableGeneration]
-    others = [errors.CodecError, errors.OtherData, errors.RingFull]
+    others = [errors.CodecError, errors.FaultFound, errors.OtherData, errors.RingFull]
     make: Callable[[str], errors.CheckpointError] = errors.Corrupt
     return [type(make("")), *others, errors.CheckpointError] if values and configuration and system and runtime else []

@@ -1,0 +1,153 @@
+"""An audit names a rank: another process takes its place, and all go on from before the fault, with the bits of a run without it.
+
+The fault is real, a flipped bit in one rank's weights; that it is found, and when, a callback says.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from door import CheckpointCallback, JsonLines, checkpoint_of, read_lines
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import Self, override
+
+from campaign._campaign import Campaigns
+from campaign._pipelined import Pipelined
+from campaign._training import Checkpointing, Setup, train
+from campaign.test_in_place import check_killed
+from lightning_moe_ckpt.errors import FaultFound
+from lightning_moe_ckpt.testing import Attempt, Kill
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """A bit that flips, and the audit that finds it."""
+
+    rank: int
+    flips_at: int
+    found_at: int
+    named: tuple[int, ...]
+    """Ranks that the audit names."""
+    resumed: int
+    """Most steps of the generation that is gone on from."""
+
+
+class Audits(Callback):
+    """Every step is audited; each is clean but for those that find a fault. Each fault comes once."""
+
+    def __init__(self, faults: Sequence[Fault], life: Attempt) -> None:
+        self._faults, self._life = faults, life
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        callback, step = checkpoint_of(trainer), trainer.global_step
+        if callback is None or callback.replaying:
+            return
+        assert callback._run is not None
+        seen = self._life.workdir / f"found.{self._life.rank}"
+        count = len(seen.read_text()) if seen.exists() else 0
+        fault = self._faults[count] if count < len(self._faults) else None
+        if fault is not None and step >= fault.flips_at:
+            if step == fault.flips_at and fault.rank == self._life.rank:
+                next(pl_module.parameters()).data.view(torch.int32).view(-1)[0] ^= 1 << 20
+            if step >= fault.found_at:
+                seen.write_text("x" * (count + 1))
+                callback._run.sessions.condemn(fault.named, f"rank {fault.rank} computes other values in step {step}")
+        else:
+            callback._run.session.passed_audit(step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audited(Setup):
+    """A training with faults."""
+
+    faults: tuple[Fault, ...] = field(default=())
+
+    @override
+    def callbacks(self, life: Attempt) -> Sequence[Callback]:
+        return [*super().callbacks(life), Audits(self.faults, life)]
+
+    @override
+    def fault_free(self) -> Self:
+        return replace(super().fault_free(), faults=())
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditedStages(Audited, Pipelined):
+    """The same in stages."""
+
+
+def train_with_audits(setup: Setup, life: Attempt) -> Mapping[str, Any]:
+    """Sessions are told that there are audits; in a process without supervisor a finding ends it, as a kill does for the campaign."""
+    config = CheckpointCallback._config
+    CheckpointCallback._config = lambda self: replace(config(self), audit_every_n_steps=1)  # type: ignore[method-assign]
+    try:
+        return train(setup, life)
+    except FaultFound as error:
+        JsonLines(life.records).write({"kind": "killed", "ranks": error.ranks, "audited": error.audited})
+        raise
+
+
+FAULT = Fault(rank=1, flips_at=4, found_at=7, named=(1,), resumed=3)
+DENSE_3 = Audited(world_size=3, checkpointing=Checkpointing(policy="dense"), faults=(FAULT,))
+SPARSE_4 = Audited(
+    model="stacked",
+    options=(("num_experts", 12),),
+    world_size=4,
+    expert_parallel=2,
+    checkpointing=Checkpointing(policy="sparse", window=2),
+    faults=(FAULT, Fault(rank=0, flips_at=7, found_at=8, named=(0, 2), resumed=6)),
+)
+NOBODY = replace(DENSE_3, faults=(replace(FAULT, named=()),))
+EVERYBODY = replace(DENSE_3, faults=(replace(FAULT, named=(0, 1, 2)),))
+STAGES = AuditedStages(
+    world_size=4, stages=2, validate_every=None, checkpointing=Checkpointing(policy="sparse", window=2), faults=(FAULT,)
+)
+DIFFERENCES = replace(DENSE_3, checkpointing=Checkpointing(policy="differential", batch=2))
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        DENSE_3,
+        SPARSE_4,
+        STAGES,
+        *(pytest.param(each, marks=pytest.mark.soak) for each in (NOBODY, EVERYBODY, DIFFERENCES)),
+    ],
+    ids=["dense", "experts", "stages", "nobody", "everybody", "differences"],
+)
+def test_the_named_ranks_are_replaced_and_all_go_back_before_the_fault(campaigns: Campaigns, setup: Audited) -> None:
+    """The others stay in their processes; generations of after the fault are in memory and in storage, and nobody takes them."""
+    deaths = sum(len(fault.named) for fault in setup.faults)
+    lives = check_killed(campaigns, setup, fit=partial(train_with_audits, setup), deaths=deaths, same_seed=True)
+    stays = next(
+        (rank for rank in range(setup.world_size) if all(rank not in each.named for each in setup.faults)), None
+    )
+    if stays is not None:
+        require_gone_back(lives[0].log(stays), setup.faults)
+
+
+def require_gone_back(log: str, faults: Sequence[Fault]) -> None:
+    resumed = [int(step) for step in re.findall(r"resumes from step (\d+) ", log)]
+    assert len(resumed) == len(faults), log
+    assert all(step <= fault.resumed for step, fault in zip(resumed, faults, strict=True)), log
+
+
+def test_without_a_supervisor_the_next_start_goes_back_before_the_fault(campaigns: Campaigns) -> None:
+    """All processes end, with the ranks that are named."""
+    never = Kill(phase="forward", step=99, rank=1, signal=signal.SIGUSR2)
+    fit = partial(train_with_audits, DENSE_3)
+    first, second = campaigns.check(DENSE_3, never, fit=fit, may_complain=True)
+    assert set(first.exit_codes.values()) == {1}
+    assert [read_lines(first.workdir / f"attempt0.rank{rank}.jsonl")[-1] for rank in range(3)] == [
+        {"kind": "killed", "ranks": [1], "audited": 3}
+    ] * 3
+    assert "void: an audit has found a fault" in second.log()
+    require_gone_back(second.log(), DENSE_3.faults)
