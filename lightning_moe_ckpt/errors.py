@@ -58,21 +58,12 @@ class IdentityMismatch(ConfigurationError):
     """The model, optimizer or world differs from the one that wrote the checkpoint."""
 
 
-class FaultFound(CheckpointError, RuntimeError):
-    """An audit found that ranks compute or hold wrong values. Generations taken since the last clean audit are void: the next start of
-    the job goes on from an older one.
-    """
-
-    def __init__(self, text: str, ranks: tuple[int, ...] = (), audited: int | None = None) -> None:
-        super().__init__(text)
-        self.ranks = ranks
-        """Ranks that are named; empty if none is."""
-        self.audited = audited
-        """Step of the last clean audit; `None` if nothing was made void."""
-
-
 class OtherData(CheckpointError, RuntimeError):
     """A resumed run got another batch than the original run. Raised before the run trains on that batch; nothing stored has changed."""
+
+
+class SilentFault(CheckpointError, RuntimeError):
+    """An audit has found a rank that computes, or holds, other bits than it should. Raised on all ranks, before the optimizer takes the step."""
 
 
 class CodecError(ConfigurationError, TypeError):

@@ -37,9 +37,9 @@ PUBLIC: dict[str, str] = {
         moementary_lost_tokens portion_of_lost_tokens
     """,
     "lightning_moe_ckpt.errors": """
-        CheckpointError CodecError ConfigurationError Corrupt FaultFound Fenced IdentityMismatch KeyExists KeyMissing
-        NoUsableGeneration OtherData RingFull StorageError StorageRefused UnknownLayout UnsupportedOptimizer
-        WrongCounts
+        CheckpointError CodecError ConfigurationError Corrupt Fenced IdentityMismatch KeyExists KeyMissing
+        NoUsableGeneration OtherData RingFull SilentFault StorageError StorageRefused UnknownLayout
+        UnsupportedOptimizer WrongCounts
     """,
     "lightning_moe_ckpt.extend": """
         AttributeCapacity AttributeState AttributeTap Backend BiasView CapacityTap Entry ExpertCapacity IndexTap MaskTap

@@ -7,6 +7,7 @@ session of the old groups is closed then, and another one takes its place, with 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import replace
 from enum import Enum, auto
 from functools import partial
@@ -16,7 +17,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 
 from lightning_moe_ckpt.coordination import Exchange, Neighbours
-from lightning_moe_ckpt.errors import FaultFound
+from lightning_moe_ckpt.errors import SilentFault
 from lightning_moe_ckpt.fit import _limits
 from lightning_moe_ckpt.fit._callbacks import averages_of
 from lightning_moe_ckpt.fit._other_ranks import retold
@@ -143,20 +144,20 @@ class Sessions:
         say_who_is_gone(self._neighbours, self.now.newest_step, error)
 
     def condemn(self, ranks: Collection[int], text: str) -> NoReturn:
-        """Make what was taken since the last clean audit void, and leave the fit with `FaultFound`: under a supervisor others take the
+        """Make what was taken since the last clean audit void, and leave the fit with `SilentFault`: under a supervisor others take the
         places of `ranks`, and all go on in place from an older generation. Collective.
         """
         step, own, supervised = self.now.condemn(text), self._trainer.global_rank, Supervised.from_environment()
+        with suppress(RuntimeError):  # a named rank may have left already, but not before all ranks know
+            self.among().all_agree(True)
         if supervised is not None and own in ranks:
             supervised.give_way(f"is at fault: {text}", step)
         if supervised is not None and not ranks and own == 0:
             supervised.call_off(f"goes back to step {step}: {text}")
         named = f" Look at the devices of ranks {', '.join(map(str, sorted(ranks)))} before." if ranks else ""
-        raise FaultFound(
+        raise SilentFault(
             f"{text}. Generations behind step {step}, the last clean audit, are void. Start this job again: it goes on from there or "
-            f"before.{named}",
-            tuple(sorted(ranks)),
-            step,
+            f"before.{named}"
         )
 
     def close(self, *, keep_memory: bool) -> None:

@@ -20,6 +20,9 @@ from lightning_moe_ckpt.process._stop_signal import StopSignal as StopSignal
 from lightning_moe_ckpt.process._stragglers import OwnWork as OwnWork
 from lightning_moe_ckpt.process._stragglers import StragglerFigures as StragglerFigures
 from lightning_moe_ckpt.process._stragglers import Stragglers as Stragglers
+from lightning_moe_ckpt.process._suspects import AuditFigures as AuditFigures
+from lightning_moe_ckpt.process._suspects import Finding as Finding
+from lightning_moe_ckpt.process._suspects import OnFault as OnFault
 from lightning_moe_ckpt.process._threads import CallThread as CallThread
 from lightning_moe_ckpt.process._threads import compute_alone as compute_alone
 from lightning_moe_ckpt.process._threads import guard_forks as guard_forks

@@ -27,7 +27,7 @@ from lightning.pytorch.trainer import call
 from torch import Tensor
 
 from lightning_moe_ckpt._logging import rank_logger
-from lightning_moe_ckpt.errors import CheckpointError, FaultFound, Fenced
+from lightning_moe_ckpt.errors import CheckpointError, SilentFault, Fenced
 from lightning_moe_ckpt.fit._callbacks import averaging_callbacks
 from lightning_moe_ckpt.fit._run import FitSession
 from lightning_moe_ckpt.fit.in_place._stage_alone import Rewind, StageAlone, Supervisor
@@ -258,7 +258,7 @@ class InPlace:
             log.warning("this process begins again in place: %s", error)
             _forget(error)
             return Ended.JOINED
-        patience = _CONFIRM_SECONDS[isinstance(error, FaultFound) or is_of_collective(error)]
+        patience = _CONFIRM_SECONDS[isinstance(error, SilentFault) or is_of_collective(error)]
         failure = None if isinstance(error, Fenced) else self._supervisor.confirm(patience)
         if failure is None:
             raise error
