@@ -313,6 +313,8 @@ def figures(found: RunProgress) -> dict[str, str]:
         )
     if found.incarnations and (slow := found.incarnations[-1].figures.get("slow_ranks")):
         said["slow"] = f"{slow}: the others wait for it"
+    if void := [f"incarnation {each.number}: {each.void}" for each in found.incarnations if each.void]:
+        said["void"] = void[-1]
     stored = sum(generation.nbytes for generation in found.generations)
     number = len(found.generations)
     said["stored"] = f"{number} generation{'s' * (number != 1)}, {size_text(stored)}"

@@ -27,7 +27,7 @@ from lightning.pytorch.trainer import call
 from torch import Tensor
 
 from lightning_moe_ckpt._logging import rank_logger
-from lightning_moe_ckpt.errors import CheckpointError, SilentFault, Fenced
+from lightning_moe_ckpt.errors import CheckpointError, Fenced, SilentFault
 from lightning_moe_ckpt.fit._callbacks import averaging_callbacks
 from lightning_moe_ckpt.fit._run import FitSession
 from lightning_moe_ckpt.fit.in_place._stage_alone import Rewind, StageAlone, Supervisor
