@@ -154,7 +154,7 @@ class Sessions:
             supervised.give_way(f"is at fault: {text}", step)
         if supervised is not None and not ranks and own == 0:
             supervised.call_off(f"goes back to step {step}: {text}")
-        named = f" Look at the devices of ranks {', '.join(map(str, sorted(ranks)))} before." if ranks else ""
+        named = f" First look at the devices of ranks {', '.join(map(str, sorted(ranks)))}." if ranks else ""
         raise SilentFault(
             f"{text}. Generations behind step {step}, the last clean audit, are void. Start this job again: it goes on from there or "
             f"before.{named}"
