@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from enum import Enum, auto
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from lightning.pytorch import Callback, Trainer
@@ -27,6 +27,7 @@ from lightning_moe_ckpt.fit.loops import _trainer
 from lightning_moe_ckpt.launch import Supervised
 from lightning_moe_ckpt.operators import StateSchema, agreed_schema
 from lightning_moe_ckpt.policies import Policy
+from lightning_moe_ckpt.process import AuditFigures
 from lightning_moe_ckpt.recovery import JournalReader, Repeats
 from lightning_moe_ckpt.session import CheckpointSession, Report, SessionJob
 from lightning_moe_ckpt.snapshot import IMPORTED
@@ -58,6 +59,21 @@ _MOVES = {
 """`put_off` moves to BROKEN, `suspend` to SUSPENDED, `renew` and `FitSession.part` to ALONE, and `together` to TOGETHER."""
 
 
+class StepAudits(Protocol):
+    """Audits of the steps of a fit, called by its first callback."""
+
+    figures: AuditFigures
+
+    def batch_begins(self, batch: Any, batch_idx: int) -> None:
+        """Called as the first callback's `on_train_batch_start` ends."""
+
+    def backward_ends(self) -> None:
+        """Called in the first callback's `on_after_backward`."""
+
+    def close(self) -> None:
+        """Called when the fit ends, however."""
+
+
 class Sessions:
     """The session in force, replaced by `renew`; `trained` is the user's choice of parameters, restored while a generation is loaded."""
 
@@ -65,6 +81,8 @@ class Sessions:
     """Step at which training is planned to end; `None` until known, or if only time ends it."""
     error: Exception | None = None
     """Error that the next step raises; `None` unless `BROKEN`."""
+    audits: StepAudits | None = None
+    """Audits of steps; `None` for none."""
     _neighbours: Neighbours | None = None
     _reported: Report
 
@@ -89,6 +107,11 @@ class Sessions:
         self._neighbours = self.now.neighbours()
         if hasattr(self._trainer.strategy, "on_phase"):
             self._trainer.strategy.on_phase = self.now.enter
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Host name of each rank."""
+        return () if self._neighbours is None else self._neighbours.hosts
 
     def among(self) -> Exchange:
         """Return the exchange of the ranks that go on together: this stage's if it is `ALONE`, or all."""
@@ -124,7 +147,8 @@ class Sessions:
 
     def renew(self) -> int | None:
         """Open another session, and return the step from which ranks go on; `None` without a generation. Collective."""
-        self.now = self._open(self.now.repeats)
+        audit, self.now = self.now.audit, self._open(self.now.repeats)
+        self.now.audit = audit
         self.move(Standing.ALONE)
         start = self.now.begin(stay=True)
         self.take_up()
@@ -137,22 +161,25 @@ class Sessions:
         if self.standing is Standing.SUSPENDED:
             return self._reported
         upstream = getattr(self._trainer.strategy, "upstream", None)
-        return replace(self.now.report(), upstream_log_nbytes=0 if upstream is None else upstream.nbytes)
+        audit = AuditFigures() if self.audits is None else self.audits.figures
+        return replace(self.now.report(), audit=audit, upstream_log_nbytes=0 if upstream is None else upstream.nbytes)
 
     def failed(self, error: BaseException) -> None:
         """Log which other rank has died, if its death ends the fit."""
         say_who_is_gone(self._neighbours, self.now.newest_step, error)
 
-    def condemn(self, ranks: Collection[int], text: str) -> NoReturn:
-        """Make what was taken since the last clean audit void, and leave the fit with `SilentFault`: under a supervisor others take the
-        places of `ranks`, and all go on in place from an older generation. Collective.
+    def condemn(self, ranks: Collection[int], text: str, *, ends: bool) -> NoReturn:
+        """Make what was taken since the last clean audit void, and leave the fit with `SilentFault`. Unless the job `ends` others take the
+        places of `ranks` under a supervisor, and all go on in place from an older generation. Collective.
         """
         step, own, supervised = self.now.condemn(text), self._trainer.global_rank, Supervised.from_environment()
         with suppress(RuntimeError):  # a named rank may have left already, but not before all ranks know
             self.among().all_agree(True)
-        if supervised is not None and own in ranks:
+        if supervised is not None and ends:
+            supervised.end_job(f"has found a fault: {text}")
+        elif supervised is not None and own in ranks:
             supervised.give_way(f"is at fault: {text}", step)
-        if supervised is not None and not ranks and own == 0:
+        elif supervised is not None and not ranks and own == 0:
             supervised.call_off(f"goes back to step {step}: {text}")
         named = f" First look at the devices of ranks {', '.join(map(str, sorted(ranks)))}." if ranks else ""
         raise SilentFault(
@@ -162,6 +189,8 @@ class Sessions:
 
     def close(self, *, keep_memory: bool) -> None:
         """Close the session in force, or its replay alone if it is closed already."""
+        if self.audits is not None:
+            self.audits.close()
         if self.standing is Standing.SUSPENDED:
             self.now.repeats.close()
         else:

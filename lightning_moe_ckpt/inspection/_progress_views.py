@@ -315,6 +315,9 @@ def figures(found: RunProgress) -> dict[str, str]:
         said["slow"] = f"{slow}: the others wait for it"
     if void := [f"incarnation {each.number}: {each.void}" for each in found.incarnations if each.void]:
         said["void"] = void[-1]
+    if found.incarnations and (audits := found.incarnations[-1].figures.get("audits")):
+        faults = "; ".join(audits["found"]) or "nothing found"
+        said["audits"] = f"{audits['number']}, the newest clean one at step {audits['clean']}: {faults}"
     stored = sum(generation.nbytes for generation in found.generations)
     number = len(found.generations)
     said["stored"] = f"{number} generation{'s' * (number != 1)}, {size_text(stored)}"

@@ -59,7 +59,9 @@ class Audits(Callback):
                 next(pl_module.parameters()).data.view(torch.int32).view(-1)[0] ^= 1 << 20
             if step >= fault.found_at:
                 seen.write_text("x" * (count + 1))
-                callback._run.sessions.condemn(fault.named, f"rank {fault.rank} computes other values in step {step}")
+                callback._run.sessions.condemn(
+                    fault.named, f"rank {fault.rank} computes other values in step {step}", ends=False
+                )
         else:
             callback._run.session.passed_audit(step)
 
