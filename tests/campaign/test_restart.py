@@ -32,7 +32,8 @@ class Fault:
 
     rank: int
     flips_at: int
-    found_at: int
+    found_at: int | None
+    """None where real audits are to find it."""
     named: tuple[int, ...]
     """Ranks that the audit names."""
     resumed: int
@@ -57,12 +58,14 @@ class Audits(Callback):
         if fault is not None and step >= fault.flips_at:
             if step == fault.flips_at and fault.rank == self._life.rank:
                 next(pl_module.parameters()).data.view(torch.int32).view(-1)[0] ^= 1 << 20
-            if step >= fault.found_at:
+            if fault.found_at is None:
+                seen.write_text("x" * (count + 1))
+            elif step >= fault.found_at:
                 seen.write_text("x" * (count + 1))
                 callback._run.sessions.condemn(
                     fault.named, f"rank {fault.rank} computes other values in step {step}", ends=False
                 )
-        else:
+        elif fault is None or fault.found_at is not None:
             callback._run.session.passed_audit(step)
 
 
@@ -86,10 +89,11 @@ class AuditedStages(Audited, Pipelined):
     """The same in stages."""
 
 
-def train_with_audits(setup: Setup, life: Attempt) -> Mapping[str, Any]:
+def train_with_audits(setup: Audited, life: Attempt) -> Mapping[str, Any]:
     """Sessions are told that there are audits; in a process without supervisor a finding ends it, as a kill does for the campaign."""
     config = CheckpointCallback._config
-    CheckpointCallback._config = lambda self: replace(config(self), audit_every_n_steps=1)  # type: ignore[method-assign]
+    if any(fault.found_at is not None for fault in setup.faults):
+        CheckpointCallback._config = lambda self: replace(config(self), audit_every_n_steps=1)  # type: ignore[method-assign]
     try:
         return train(setup, life)
     except SilentFault as error:
@@ -107,8 +111,19 @@ SPARSE_4 = Audited(
     checkpointing=Checkpointing(policy="sparse", window=2),
     faults=(FAULT, Fault(rank=0, flips_at=7, found_at=8, named=(0, 2), resumed=6)),
 )
+REAL = (("audit_every_n_steps", 2), ("on_fault", "restart"))
+FLIPPED = replace(FAULT, found_at=None)
+AUDITED = replace(DENSE_3, checkpointing=Checkpointing(policy="dense", arguments=REAL), faults=(FLIPPED,))
+AUDITED_4 = replace(SPARSE_4, checkpointing=Checkpointing(policy="sparse", window=2, arguments=REAL), faults=(FLIPPED,))
 NOBODY = replace(DENSE_3, faults=(replace(FAULT, named=()),))
 EVERYBODY = replace(DENSE_3, faults=(replace(FAULT, named=(0, 1, 2)),))
+AUDITED_STAGES = AuditedStages(
+    world_size=4,
+    stages=2,
+    validate_every=None,
+    checkpointing=Checkpointing(policy="sparse", window=2, arguments=REAL),
+    faults=(replace(FLIPPED, named=(0, 1)),),  # a stage has two replicas, so either may be wrong
+)
 STAGES = AuditedStages(
     world_size=4, stages=2, validate_every=None, checkpointing=Checkpointing(policy="sparse", window=2), faults=(FAULT,)
 )
@@ -120,9 +135,16 @@ DIFFERENCES = replace(DENSE_3, checkpointing=Checkpointing(policy="differential"
     [
         SPARSE_4,
         STAGES,
-        *(pytest.param(each, marks=pytest.mark.soak) for each in (DENSE_3, NOBODY, EVERYBODY, DIFFERENCES)),
+        AUDITED,
+        *(
+            pytest.param(each, marks=pytest.mark.soak)
+            for each in (AUDITED_4, AUDITED_STAGES, DENSE_3, NOBODY, EVERYBODY, DIFFERENCES)
+        ),
     ],
-    ids=["experts", "stages", "dense", "nobody", "everybody", "differences"],
+    ids=[
+        *("experts", "stages", "audited", "audited-experts", "audited-stages"),
+        *("dense", "nobody", "everybody", "differences"),
+    ],
 )
 def test_the_named_ranks_are_replaced_and_all_go_back_before_the_fault(campaigns: Campaigns, setup: Audited) -> None:
     """The others stay in their processes; generations of after the fault are in memory and in storage, and nobody takes them."""
