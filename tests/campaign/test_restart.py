@@ -10,6 +10,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import Self, override
 
 from campaign._campaign import Campaigns
+from campaign._nodes import Nodes
 from campaign._pipelined import Pipelined
 from campaign._training import Checkpointing, Setup, train
 from campaign.test_in_place import run_killed
@@ -169,6 +171,24 @@ def require_gone_back(log: str, faults: Sequence[Fault]) -> None:
     resumed = [int(step) for step in re.findall(r"resumes from step (\d+) ", log)]
     assert len(resumed) == len(faults), log
     assert all(step <= fault.resumed for step, fault in zip(resumed, faults, strict=True)), log
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("resume", ["auto", "memory"])
+def test_copies_on_other_nodes_are_void_too(campaigns: Campaigns, folder: Path, resume: str) -> None:
+    """Memory is what a restart takes from first, and with `resume="memory"` whatever the log says, but for this."""
+    nodes, arguments = Nodes(folder, (0, 1, 2)), (("resume", resume), ("replicas", 1))
+    setup = replace(DENSE_3, checkpointing=Checkpointing(policy="dense", arguments=arguments))
+    fit = partial(train_on_nodes, setup, nodes)
+    lives = run_killed(campaigns, setup, fit=fit, deaths=1, same_seed=True)
+    require_same_end(campaigns, setup, lives)
+    require_gone_back(lives[0].log(0), setup.faults)
+    assert nodes.files() == []
+
+
+def train_on_nodes(setup: Audited, nodes: Nodes, life: Attempt) -> Mapping[str, Any]:
+    nodes.settle(life)
+    return train_with_audits(setup, life)
 
 
 def test_without_a_supervisor_the_next_start_goes_back_before_the_fault(campaigns: Campaigns) -> None:
