@@ -319,7 +319,7 @@ class SupervisingAgent(LocalElasticAgent):
             self._now.append("over", why=f"rank {member.rank} {why}, as the process before it at the same place")
             return
         self._gave_way[member.rank] = since
-        member.kill(f"{why}, and was ended; {set_aside(member.local_rank, len(self._members))}")
+        member.kill(f"{why}, and was ended{set_aside(member.local_rank, len(self._members))}")
 
     def _exited(self, member: Member) -> None:
         code = member.exit_code

@@ -120,7 +120,7 @@ def test_a_rank_that_is_at_fault_again_ends_the_job(tmp_path: Path) -> None:
     ended = Job(tmp_path / "job", 2, 60, "faulty:1:20:0", "faulty:1:20:1").end()
     assert ended.code != 0
     first, new = ended.pids(1)
-    assert f"(pid {first}) is at fault, and was ended; this node has no other device; pid {new} takes" in ended.output
+    assert f"(pid {first}) is at fault, and was ended; pid {new} takes" in ended.output
     assert "rank 1 is at fault, as the process before it at the same place; the job is given up" in ended.sentences()
 
 
