@@ -172,7 +172,7 @@ class Sessions:
         """Make what was taken since the last clean audit void, and leave the fit with `SilentFault`. Unless the job `ends` others take the
         places of `ranks` under a supervisor, and all go on in place from an older generation. Collective.
         """
-        step, own, supervised = self.now.condemn(text), self._trainer.global_rank, Supervised.from_environment()
+        step, own, supervised = self.now.condemn(ranks, text), self._trainer.global_rank, Supervised.from_environment()
         with suppress(RuntimeError):  # a named rank may have left already, but not before all ranks know
             self.among().all_agree(True)
         if supervised is not None and ends:

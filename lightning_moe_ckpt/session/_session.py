@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from xxhash import xxh3_128_hexdigest
 
@@ -54,6 +55,15 @@ class _Progress:
     """Planned last step, if any."""
 
 
+class Suspects(NamedTuple):
+    """What the next incarnation has to know of the audit that ended this one."""
+
+    ranks: tuple[int, ...] = ()
+    """Ranks that it has named; empty without a finding."""
+    trusted: tuple[int, ...] = ()
+    """Distances between ranks at which audits had agreed before."""
+
+
 class CheckpointSession:
     """Own everything that checkpoints one `fit` between two formations of groups: run, tiers, plans, replay and capture.
 
@@ -80,7 +90,7 @@ class CheckpointSession:
         self.clock, self._heap = HookClock(), FrozenHeap(wanted=job.config.freeze_heap)
         self._turns, self.bubbles = DenseTurns(job.config.dense_every_n_steps), Bubbles(job.engine, job.device)
         self.repeats = Repeats() if repeats is None else repeats
-        self._progress, self._durations = _Progress(), Durations(self.clock)
+        self._progress, self._durations, self.suspects = _Progress(), Durations(self.clock), Suspects()
 
     # -- start
 
@@ -120,9 +130,11 @@ class CheckpointSession:
 
     def _trust(self, found: RestoreSource | None) -> None:
         """Take what this run goes on from for good as far as earlier audits say; all of it if there was none. Collective."""
-        told = self.job.exchange.run_on_coordinator(lambda: self._run.opener.store.told().get("audited"))
-        reached = 0 if found is None else found.generation.step
-        self._run.storage.audited = min(reached, told) if isinstance(told, int) else reached
+        told: Any = self.job.exchange.run_on_coordinator(lambda: dict(self._run.opener.store.told()))
+        reached, audited = 0 if found is None else found.generation.step, told.get("audited")
+        self._run.storage.audited = min(reached, audited) if isinstance(audited, int) else reached
+        if told.get("world_size") == self.job.groups.world_size:
+            self.suspects = Suspects(*map(tuple, told.get("suspects", ((), ()))))
 
     def _load(self, found: RestoreSource, layout: WindowLayout, replay: Replay, started: float) -> Journal:
         load_found(found, replay, self.job.view.operators)
@@ -370,18 +382,21 @@ class CheckpointSession:
         """Step of the last clean audit, of an earlier process too, or from which audits began; `None` without audits."""
         return self._run.storage.audited if self.is_open else None
 
-    def passed_audit(self, step: int) -> None:
-        """Note that an audit of step `step` was clean: generations up to there are good, and the newest of them stays."""
-        self._run.storage.audited = step
+    def passed_audit(self, step: int, trusted: Collection[int] = ()) -> None:
+        """Note that an audit of step `step` was clean: generations up to there are good, and the newest of them stays. For `trusted` see
+        `Suspects`.
+        """
+        self._run.storage.audited, self.suspects = step, Suspects((), tuple(sorted(trusted)))
 
-    def condemn(self, why: str) -> int:
-        """Make all generations since the last clean audit void, in every tier and for every later start. Return that audit's step.
-        Collective; afterwards only `close` may be called.
+    def condemn(self, ranks: Collection[int], why: str) -> int:
+        """Make all generations since the last clean audit void, in every tier and for every later start, because of `ranks`. Return that
+        audit's step. Collective; afterwards only `close` may be called.
 
         Raises `NoUsableGeneration` if storage has none up to there: nothing is void then.
         """
         run, step = self._run, self._run.storage.audited
         assert step is not None, "audits are off"
+        self.suspects = Suspects(tuple(sorted(ranks)), self.suspects.trusted)
         for patience in (_LAST_SECONDS, 0.0):
             if self.job.exchange.run_on_coordinator(lambda: run.opener.store.condemn(step, why)):
                 log.error("generations behind step %d are void, the last clean audit: %s", step, why, alike=True)
@@ -447,6 +462,7 @@ class CheckpointSession:
             "goodput": run.account.document(),
             "measured": measured_figures(run),
             "audited": run.storage.audited,
+            **({"suspects": list(self.suspects)} if self.suspects.ranks else {}),
             "audits": self.audit.document(),
             "slow_ranks": "" if run.tiers.stragglers is None else str(run.tiers.stragglers.figures),
         }

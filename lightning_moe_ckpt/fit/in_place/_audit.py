@@ -97,7 +97,7 @@ class Audits:
             sessions.now is not self._session
         ):  # groups were made anew: ranks may be new that know nothing of the audits before
             self._session, self._turn, self.clock = sessions.now, _Turn.WATCHED, self._run.clock
-            self._trusted, self._known = set(), set()
+            self._trusted, self._known = {*sessions.now.suspects.trusted}, set()
         self._drop()
         self._say_cost()
         due = self._turn is not _Turn.ORDINARY or step % self._every == 0
@@ -282,7 +282,13 @@ class Audits:
             return None
         wrong = [each for each, found in differing.items() if any(found)]
         self._trusted |= {*distances} - {*wrong}
-        if first and wrong:
+        trusted = self._trusted.issuperset(wrong)
+        finding = self._triage(own) if wrong and trusted else None
+        # From an earlier incarnation only the ranks that gave way are known: others may be on devices of another kind by now.
+        if first and finding is not None and not {*finding.ranks} & {*self._run.session.suspects.ranks}:
+            trusted, finding = False, None
+            self._trusted -= {*wrong}
+        if first and wrong and not trusted:
             ranks = sorted({rank for each in wrong for rank, differs in enumerate(differing[each]) if differs})
             log.warning(
                 "ranks %s get other gradients from the same batch than its own rank does, from the first audit on: either a step depends on "
@@ -290,9 +296,7 @@ class Audits:
                 ranks,
                 alike=True,
             )
-        if not self._trusted.issuperset(wrong):
-            return None
-        return self._triage(own) if wrong else None
+        return finding
 
     def _triage(self, own: Play) -> Finding | None:
         """Do the step again on its rank, on that which played it, and on a third, and judge. Collective."""
@@ -366,7 +370,7 @@ class Audits:
         )
         self._run.session.audit = self.figures
         if clean:
-            self._run.session.passed_audit(self._step - 1)
+            self._run.session.passed_audit(self._step - 1, self._trusted)
         if finding is None:
             return
         log.error("an audit has found a fault: %s", finding.text, alike=True)
