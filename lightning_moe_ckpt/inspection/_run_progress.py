@@ -59,7 +59,7 @@ class Incarnation:
     figures: Mapping[str, Any] = field(default_factory=dict)
     """Figures of the newest entry."""
     void: str = ""
-    """What was found to be wrong, and behind which step; empty if nothing was."""
+    """Finding that has made its generations void, and from which step on; empty without one."""
 
     @property
     def reached(self) -> int | None:
