@@ -105,8 +105,6 @@ class SupervisingAgent(LocalElasticAgent):
         """Connections of processes that are not entered yet, by process id."""
         self._spares = Spares(options.spares, options.spare_command, output, self._board, options.say)
         self._clock = Clock(5 * _LOOK_SECONDS)
-        self._gave_way: dict[int, int] = {}
-        """Steps of the last clean audit before ranks of this node gave way, by rank."""
         self._rounds = 0
         self._incarnation = 0
         self._formed = -1
@@ -315,10 +313,9 @@ class SupervisingAgent(LocalElasticAgent):
 
     def _give_way(self, member: Member, why: str, since: int) -> None:
         """End a rank whose device is at fault. If the next one fails likewise before it has passed an audit, the job ends."""
-        if self._gave_way.get(member.rank) == since:
+        if self._judge.gives_way_again(member.rank, since):
             self._now.append("over", why=f"rank {member.rank} {why}, as the process before it at the same place")
             return
-        self._gave_way[member.rank] = since
         member.kill(f"{why}, and was ended{set_aside(member.local_rank, len(self._members))}")
 
     def _exited(self, member: Member) -> None:
