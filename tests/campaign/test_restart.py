@@ -20,6 +20,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import Self, override
 
 from campaign._campaign import Campaigns
+from campaign._in_place import Abort, Death, no_place, train_and_die
 from campaign._nodes import Nodes
 from campaign._pipelined import Pipelined
 from campaign._training import Checkpointing, Setup, train
@@ -67,7 +68,7 @@ class Audits(Callback):
                 callback._run.sessions.condemn(
                     fault.named, f"rank {fault.rank} computes other values in step {step}", ends=False
                 )
-        elif fault is None or fault.found_at is not None:
+        elif all(each.found_at is not None for each in self._faults):
             callback._run.session.passed_audit(step)
 
 
@@ -184,6 +185,17 @@ def test_copies_on_other_nodes_are_void_too(campaigns: Campaigns, folder: Path, 
     require_same_end(campaigns, setup, lives)
     require_gone_back(lives[0].log(0), setup.faults)
     assert nodes.files() == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("after", [False, True], ids=["before", "behind"])
+def test_another_rank_dies_as_generations_become_void(campaigns: Campaigns, after: bool) -> None:
+    """They are void all the same: the coordinator writes first. Who is named gives way if it has come to know of it."""
+    deaths = [Death(rank=2, at=Abort(place="condemn", after=after))]
+    fit = partial(train_and_die, AUDITED, deaths, no_place)
+    lives = run_killed(campaigns, AUDITED, fit=fit, deaths=1 + after, same_seed=True)
+    require_same_end(campaigns, AUDITED, lives)
+    assert all(int(step) <= 3 for step in re.findall(r"resumes from step (\d+) ", lives[0].log(0)))
 
 
 def train_on_nodes(setup: Audited, nodes: Nodes, life: Attempt) -> Mapping[str, Any]:
