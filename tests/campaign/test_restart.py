@@ -193,7 +193,7 @@ def test_another_rank_dies_as_generations_become_void(campaigns: Campaigns, afte
     """They are void all the same: the coordinator writes first. Who is named gives way if it has come to know of it."""
     deaths = [Death(rank=2, at=Abort(place="condemn", after=after))]
     fit = partial(train_and_die, AUDITED, deaths, no_place)
-    lives = run_killed(campaigns, AUDITED, fit=fit, deaths=1 + after, same_seed=True)
+    lives = run_killed(campaigns, AUDITED, fit=fit, deaths=2, must_strike=after, same_seed=True)
     require_same_end(campaigns, AUDITED, lives)
     assert all(int(step) <= 3 for step in re.findall(r"resumes from step (\d+) ", lives[0].log(0)))
 
