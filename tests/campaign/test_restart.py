@@ -190,7 +190,7 @@ def test_copies_on_other_nodes_are_void_too(campaigns: Campaigns, folder: Path, 
 @pytest.mark.soak
 @pytest.mark.parametrize("after", [False, True], ids=["before", "behind"])
 def test_another_rank_dies_as_generations_become_void(campaigns: Campaigns, after: bool) -> None:
-    """They are void all the same: the coordinator writes first. Who is named gives way if it has come to know of it."""
+    """They are void all the same: the coordinator writes first. The rank that is named gives way if it has come to know."""
     deaths = [Death(rank=2, at=Abort(place="condemn", after=after))]
     fit = partial(train_and_die, AUDITED, deaths, no_place)
     lives = run_killed(campaigns, AUDITED, fit=fit, deaths=2, must_strike=after, same_seed=True)
