@@ -33,6 +33,8 @@ from lightning_moe_ckpt.session import CheckpointSession, Report, SessionJob
 from lightning_moe_ckpt.snapshot import IMPORTED
 from lightning_moe_ckpt.tiers import SessionConfig
 
+_CONFIRM_SECONDS = 15.0
+"""Seconds for a supervisor to end the ranks that an audit has named."""
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 """Low precisions to which forward casts; with any other, parameters are used as they are."""
 
@@ -181,6 +183,8 @@ class Sessions:
             supervised.give_way(f"is at fault: {text}", step)
         elif supervised is not None and not ranks and own == 0:
             supervised.call_off(f"goes back to step {step}: {text}")
+        if supervised is not None and not ends:
+            supervised.confirm(_CONFIRM_SECONDS)  # not to leave before the rank that is named
         named = f" First look at the devices of ranks {', '.join(map(str, sorted(ranks)))}." if ranks else ""
         raise SilentFault(
             f"{text}. Generations behind step {step}, the last clean audit, are void. Start this job again: it goes on from there or "

@@ -27,7 +27,7 @@ from lightning.pytorch.trainer import call
 from torch import Tensor
 
 from lightning_moe_ckpt._logging import rank_logger
-from lightning_moe_ckpt.errors import CheckpointError, Fenced, SilentFault
+from lightning_moe_ckpt.errors import CheckpointError, Fenced
 from lightning_moe_ckpt.fit._callbacks import averaging_callbacks
 from lightning_moe_ckpt.fit._run import FitSession
 from lightning_moe_ckpt.fit.in_place._stage_alone import Rewind, StageAlone, Supervisor
@@ -40,7 +40,7 @@ from lightning_moe_ckpt.parallel._groups import is_of_collective
 log = rank_logger(__name__)
 
 _CONFIRM_SECONDS = {True: 15.0, False: 1.0}
-"""Seconds for word of another rank's failure, by whether a collective raised, or an audit found one; supervisors find a lost node within 12 s."""
+"""Seconds for word of another rank's failure, by whether a collective raised; supervisors find a lost node within 12 s."""
 _REJOIN_SECONDS = 120.0
 
 
@@ -258,7 +258,7 @@ class InPlace:
             log.warning("this process begins again in place: %s", error)
             _forget(error)
             return Ended.JOINED
-        patience = _CONFIRM_SECONDS[isinstance(error, SilentFault) or is_of_collective(error)]
+        patience = _CONFIRM_SECONDS[is_of_collective(error)]
         failure = None if isinstance(error, Fenced) else self._supervisor.confirm(patience)
         if failure is None:
             raise error
