@@ -39,6 +39,8 @@ class Fault:
     """None where real audits are to find it."""
     named: tuple[int, ...]
     """Ranks that the audit names."""
+    sticks: int = 0
+    """Processes of the rank that compute wrong from then on, in the place of a bit that flips."""
     resumed: int
     """Most steps of the generation that is gone on from."""
 
@@ -47,7 +49,7 @@ class Audits(Callback):
     """Every step is audited; each is clean but for those that find a fault. Each fault comes once."""
 
     def __init__(self, faults: Sequence[Fault], life: Attempt) -> None:
-        self._faults, self._life = faults, life
+        self._faults, self._life, self._sticks = faults, life, False
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -55,6 +57,9 @@ class Audits(Callback):
         if callback is None or callback.replaying:
             return
         assert callback._run is not None
+        if self._faults and self._faults[0].sticks:
+            self._stick(self._faults[0], pl_module, step)
+            return
         seen = self._life.workdir / f"found.{self._life.rank}"
         count = len(seen.read_text()) if seen.exists() else 0
         fault = self._faults[count] if count < len(self._faults) else None
@@ -70,6 +75,13 @@ class Audits(Callback):
                 )
         elif all(each.found_at is not None for each in self._faults):
             callback._run.session.passed_audit(step)
+
+    def _stick(self, fault: Fault, module: LightningModule, step: int) -> None:
+        is_faulty = self._life.rank == fault.rank and self._life.index < fault.sticks
+        if is_faulty and not self._sticks and (self._life.index or step >= fault.flips_at):
+            self._sticks = True
+            layer = next(each for each in module.modules() if isinstance(each, torch.nn.Embedding))
+            layer.register_forward_hook(lambda *said: said[-1] * (1 + 2**-12))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +184,15 @@ def require_gone_back(log: str, faults: Sequence[Fault]) -> None:
     resumed = [int(step) for step in re.findall(r"resumes from step (\d+) ", log)]
     assert len(resumed) == len(faults), log
     assert all(step <= fault.resumed for step, fault in zip(resumed, faults, strict=True)), log
+
+
+@pytest.mark.soak
+def test_a_process_on_the_same_device_is_found_at_its_first_audit(campaigns: Campaigns) -> None:
+    """That ranks differ from the first audit on is no finding in a new run; here they had agreed before."""
+    setup = replace(AUDITED, faults=(replace(FLIPPED, sticks=2),))
+    lives = run_killed(campaigns, setup, fit=partial(train_with_audits, setup), deaths=2, same_seed=True)
+    require_same_end(campaigns, setup, lives)
+    require_gone_back(lives[0].log(0), setup.faults * 2)
 
 
 @pytest.mark.soak
