@@ -56,10 +56,10 @@ class _Progress:
 
 
 class Suspects(NamedTuple):
-    """What the next incarnation has to know of the audit that ended this one."""
+    """Facts about the audit that ended an incarnation, for the next one."""
 
     ranks: tuple[int, ...] = ()
-    """Ranks that it has named; empty without a finding."""
+    """Ranks named by the audit; empty without a finding."""
     trusted: tuple[int, ...] = ()
     """Distances between ranks at which audits had agreed before."""
 
