@@ -171,7 +171,7 @@ class Sessions:
         say_who_is_gone(self._neighbours, self.now.newest_step, error)
 
     def condemn(self, ranks: Collection[int], text: str, *, ends: bool) -> NoReturn:
-        """Make what was taken since the last clean audit void, and leave the fit with `SilentFault`. Unless the job `ends` others take the
+        """Make the generations since the last clean audit void, and leave the fit with `SilentFault`. Unless the job `ends` others take the
         places of `ranks` under a supervisor, and all go on in place from an older generation. Collective.
         """
         step, own, supervised = self.now.condemn(ranks, text), self._trainer.global_rank, Supervised.from_environment()

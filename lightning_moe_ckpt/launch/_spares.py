@@ -126,7 +126,7 @@ DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 def set_aside(local_rank: int, ranks: int) -> str:
-    """Give a rank's device to no later process of this node, if one of the others is idle, and return what comes of it, in words.
+    """Give a rank's device to no later process of this node, if one of the others is idle, and return the consequence, in words.
 
     Only the environment of later processes changes: those that run keep their devices, since places of these stay.
     """

@@ -34,7 +34,7 @@ from lightning_moe_ckpt.tiers import STORAGE
 log = rank_logger(__name__)
 
 _LAST_SECONDS = 10.0
-"""Seconds for a generation under way to become durable, before what is newer is made void."""
+"""Seconds for a generation under way to become durable, before newer ones are made void."""
 _MEASURED_JOURNALS = 2
 """Steps whose journals are measured, captured or not, to reserve room in the first plan."""
 
@@ -129,7 +129,7 @@ class CheckpointSession:
         return start
 
     def _trust(self, found: RestoreSource | None) -> None:
-        """Take what this run goes on from for good as far as earlier audits say; all of it if there was none. Collective."""
+        """Trust the generation to go on from as far as earlier audits reach, or wholly if there was none. Collective."""
         told: Any = self.job.exchange.run_on_coordinator(lambda: dict(self._run.opener.store.told()))
         reached, audited = 0 if found is None else found.generation.step, told.get("audited")
         self._run.storage.audited = min(reached, audited) if isinstance(audited, int) else reached
