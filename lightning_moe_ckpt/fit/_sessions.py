@@ -6,22 +6,25 @@ session of the old groups is closed then, and another one takes its place, with 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import replace
 from enum import Enum, auto
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from lightning.pytorch import Callback, Trainer
 
 from lightning_moe_ckpt.coordination import Exchange, Neighbours
+from lightning_moe_ckpt.errors import SilentFault
 from lightning_moe_ckpt.fit import _limits
 from lightning_moe_ckpt.fit._callbacks import averages_of
 from lightning_moe_ckpt.fit._other_ranks import retold
 from lightning_moe_ckpt.fit._state import Trained
 from lightning_moe_ckpt.fit._stops import say_who_is_gone
 from lightning_moe_ckpt.fit.loops import _trainer
+from lightning_moe_ckpt.launch import Supervised
 from lightning_moe_ckpt.operators import StateSchema, agreed_schema
 from lightning_moe_ckpt.policies import Policy
 from lightning_moe_ckpt.process import AuditFigures
@@ -30,6 +33,8 @@ from lightning_moe_ckpt.session import CheckpointSession, Report, SessionJob
 from lightning_moe_ckpt.snapshot import IMPORTED
 from lightning_moe_ckpt.tiers import SessionConfig
 
+_CONFIRM_SECONDS = 15.0
+"""Seconds for a supervisor to end the ranks that an audit has named."""
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 """Low precisions to which forward casts; with any other, parameters are used as they are."""
 
@@ -164,6 +169,27 @@ class Sessions:
     def failed(self, error: BaseException) -> None:
         """Log which other rank has died, if its death ends the fit."""
         say_who_is_gone(self._neighbours, self.now.newest_step, error)
+
+    def condemn(self, ranks: Collection[int], text: str, *, ends: bool) -> NoReturn:
+        """Make the generations since the last clean audit void, and leave the fit with `SilentFault`. Unless the job `ends` others take the
+        places of `ranks` under a supervisor, and all go on in place from an older generation. Collective.
+        """
+        step, own, supervised = self.now.condemn(ranks, text), self._trainer.global_rank, Supervised.from_environment()
+        with suppress(RuntimeError):  # a named rank may have left already, but not before all ranks know
+            self.among().all_agree(True)
+        if supervised is not None and ends:
+            supervised.end_job(f"has found a fault: {text}")
+        elif supervised is not None and own in ranks:
+            supervised.give_way(f"is at fault: {text}", step)
+        elif supervised is not None and not ranks and own == 0:
+            supervised.call_off(f"goes back to step {step}: {text}")
+        if supervised is not None and not ends:
+            supervised.confirm(_CONFIRM_SECONDS)  # not to leave before the rank that is named
+        named = f" First look at the devices of ranks {', '.join(map(str, sorted(ranks)))}." if ranks else ""
+        raise SilentFault(
+            f"{text}. Generations behind step {step}, the last clean audit, are void. Start this job again: it goes on from there or "
+            f"before.{named}"
+        )
 
     def close(self, *, keep_memory: bool) -> None:
         """Close the session in force, or its replay alone if it is closed already."""

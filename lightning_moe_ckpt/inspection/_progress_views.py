@@ -313,6 +313,8 @@ def figures(found: RunProgress) -> dict[str, str]:
         )
     if found.incarnations and (slow := found.incarnations[-1].figures.get("slow_ranks")):
         said["slow"] = f"{slow}: the others wait for it"
+    if void := [f"incarnation {each.number}: {each.void}" for each in found.incarnations if each.void]:
+        said["void"] = void[-1]
     if found.incarnations and (audits := found.incarnations[-1].figures.get("audits")):
         faults = "; ".join(audits["found"]) or "nothing found"
         said["audits"] = f"{audits['number']}, the newest clean one at step {audits['clean']}: {faults}"

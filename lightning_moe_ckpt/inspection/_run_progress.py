@@ -58,6 +58,8 @@ class Incarnation:
     samples: list[Sample] = field(default_factory=list)
     figures: Mapping[str, Any] = field(default_factory=dict)
     """Figures of the newest entry."""
+    void: str = ""
+    """Finding that has made its generations void, and from which step on; empty without one."""
 
     @property
     def reached(self) -> int | None:
@@ -155,6 +157,8 @@ def _incarnations(events: Mapping[int, LogEvent], run_id: str) -> tuple[Incarnat
             resumed = event.get("resumed")
             step = int(resumed["step"]) if isinstance(resumed, Mapping) else None
             found[number] = Incarnation(number=number, opened=_number(event.get("unix_time")), resumed_from=step)
+        if event.get("type") == "void" and number in found:
+            found[number].void = f"behind step {event.get('step')}, since {event.get('why')}"
         figures = event.get("figures")
         if not isinstance(figures, Mapping) or (at := _number(event.get("unix_time"))) is None:
             continue

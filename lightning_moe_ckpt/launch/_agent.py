@@ -39,7 +39,7 @@ from lightning_moe_ckpt.launch._job_log import EventLog, FailureRate, JobEvent, 
 from lightning_moe_ckpt.launch._members import Clock, Member, NodeEvent, RankOutput, Switchboard
 from lightning_moe_ckpt.launch._network import limit_silence
 from lightning_moe_ckpt.launch._node_range import NodeRange
-from lightning_moe_ckpt.launch._spares import Spares, close_streams
+from lightning_moe_ckpt.launch._spares import DEVICES, Spares, close_streams, set_aside
 from lightning_moe_ckpt.launch._supervised import SUPERVISOR, Line
 
 _LOOK_SECONDS = 0.1
@@ -264,6 +264,7 @@ class SupervisingAgent(LocalElasticAgent):
         if member.connection is not None:
             self._board.serve(member.pid, member.connection)
             environment = {name: str(value) for name, value in self._context.envs[member.local_rank].items()}
+            environment |= {DEVICES: os.environ[DEVICES]} if DEVICES in os.environ else {}
             member.place(environment, self._incarnation, self._judge.noticed)
 
     # -- what happens
@@ -295,6 +296,8 @@ class SupervisingAgent(LocalElasticAgent):
     def _said(self, member: Member, message: Line) -> None:
         if (ends := message.get("called_off")) is not None:
             self._now.append("failed", rank=member.rank, pid=-1, why=message["why"], only=ends)
+        elif "gives_way" in message:
+            self._give_way(member, message["gives_way"], message["since"])
         elif "cannot_rejoin" in message:
             self._join = max(self._join, _Join.ONCE)
             if member.rank == 0 and self._rounds == 1:
@@ -307,6 +310,13 @@ class SupervisingAgent(LocalElasticAgent):
             member.arrived = self._incarnation
             if self._now.count(f"arrived/{self._incarnation}") == self._world_size:
                 self._now.append("formed", incarnation=self._incarnation)
+
+    def _give_way(self, member: Member, why: str, since: int) -> None:
+        """End a rank whose device is at fault. If the next one fails likewise before it has passed an audit, the job ends."""
+        if self._judge.gives_way_again(member.rank, since):
+            self._now.append("over", why=f"rank {member.rank} {why}, as the process before it at the same place")
+            return
+        member.kill(f"{why}, and was ended{set_aside(member.local_rank, len(self._members))}")
 
     def _exited(self, member: Member) -> None:
         code = member.exit_code

@@ -184,6 +184,8 @@ class Judge:
     def __init__(self, rate: FailureRate) -> None:
         self._rate = rate
         self._failures = deque[float]()
+        self._gave_way: dict[int, int] = {}
+        """Steps of the last clean audit before ranks of this node gave way, by rank."""
         self._step: int | None = None
         """Furthest step when a process last left by itself."""
         self.noticed = 0.0
@@ -198,6 +200,11 @@ class Judge:
         while self._failures[0] < now - self._rate.seconds:
             self._failures.popleft()
         return len(self._failures) > self._rate.most
+
+    def gives_way_again(self, rank: int, since: int) -> bool:
+        """Note that a rank gives way, and return whether the process before it had, since the same clean audit."""
+        before, self._gave_way[rank] = self._gave_way.get(rank), since
+        return before == since
 
     def judge(self, exit_code: int, *, formed: bool, recovering: bool, step: int) -> Sequel:
         """Return the consequence of one process's end.

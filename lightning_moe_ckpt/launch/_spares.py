@@ -121,6 +121,24 @@ def close_streams(handler: Any) -> None:
             stream.close()
 
 
+DEVICES = "CUDA_VISIBLE_DEVICES"
+"""Environment variable with the devices that a process sees; ranks use those of their local numbers."""
+
+
+def set_aside(local_rank: int, ranks: int) -> str:
+    """Give a rank's device to no later process of this node, if one of the others is idle, and return the consequence, in words.
+
+    Only the environment of later processes changes: those that run keep their devices, since places of these stay.
+    """
+    listed = os.environ.get(DEVICES) or ",".join(map(str, range(importlib.import_module("torch").cuda.device_count())))
+    devices = listed.split(",") if listed else []
+    if len(devices) <= ranks:
+        return "; this node has no idle device, so its place stays on the same" if devices else ""
+    faulty, devices[local_rank] = devices[local_rank], devices.pop(ranks)
+    os.environ[DEVICES] = ",".join(devices)
+    return f"; device {faulty} is set aside, device {devices[local_rank]} takes its place"
+
+
 _PACKAGES = ("torch", "lightning.pytorch", "lightning_moe_ckpt.callbacks", "lightning_moe_ckpt.strategy")
 
 

@@ -20,6 +20,7 @@ A supervisor and a rank of its node exchange lines of JSON over a socket, and ma
 
     rank -> supervisor    {"arrived": incarnation}
                           {"called_off": incarnation, "why": ...}                           it is to end, and nobody has
+                          {"gives_way": why, "since": step}                                 it is to be ended, and another one takes its place
                           {"cannot_rejoin": why}                                            ranks start together or not at all
                           {"over": why}                                                     the job is to end
                           {"leaves": prefix of files, "url": ..., "storage_option": ...}    memory that the job's end must not lose
@@ -45,7 +46,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 
 from typing_extensions import override
 
@@ -195,6 +196,14 @@ class Supervised:
         next one.
         """
         self._connection.sendall(encode({"called_off": self.incarnation, "why": why}))
+
+    def give_way(self, why: str, since: int) -> NoReturn:
+        """Let the supervisor end this process and put another one in its place, on an idle device if the node has one, because this
+        rank `why`, for the first time since step `since`. Does not return.
+        """
+        self._connection.sendall(encode({"gives_way": why, "since": since}))
+        time.sleep(_LEAVE_SECONDS)
+        raise CheckpointError(f"This rank {why}, and its supervisor has not ended it.")
 
     def cannot_rejoin(self, why: str) -> None:
         """Let the supervisor start all ranks anew when one fails: this one cannot join others in new process groups."""

@@ -279,7 +279,8 @@ class Search:
         seen = inventory.offers.seen
         whys = {v: store.why_foreign(v.generation, seen.get(v)) for v in inventory.in_memory if not self._any_memory}
         foreign = {version: why for version, why in whys.items() if why is not None}
-        may = inventory.in_memory if self._any_memory else frozenset[Version]()
+        void = {version for version in inventory.in_memory if store.is_void(version.generation)}
+        may = inventory.in_memory - void if self._any_memory else frozenset[Version]()
         alive = [
             v for v in inventory.all_versions if v in may or (v not in foreign and store.why_dead(v.generation) is None)
         ]

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from xxhash import xxh3_128_hexdigest
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange, Neighbours
-from lightning_moe_ckpt.errors import CodecError
+from lightning_moe_ckpt.errors import CodecError, NoUsableGeneration
 from lightning_moe_ckpt.goodput import Goodput
 from lightning_moe_ckpt.journal import UNFIT, Journal, encode
 from lightning_moe_ckpt.native import Bubbles, PipelinePhase
@@ -32,6 +33,8 @@ from lightning_moe_ckpt.tiers import STORAGE
 
 log = rank_logger(__name__)
 
+_LAST_SECONDS = 10.0
+"""Seconds for a generation under way to become durable, before newer ones are made void."""
 _MEASURED_JOURNALS = 2
 """Steps whose journals are measured, captured or not, to reserve room in the first plan."""
 
@@ -50,6 +53,15 @@ class _Progress:
     """First boundary of the newest window."""
     last_step: int | None = None
     """Planned last step, if any."""
+
+
+class Suspects(NamedTuple):
+    """Facts about the audit that ended an incarnation, for the next one."""
+
+    ranks: tuple[int, ...] = ()
+    """Ranks named by the audit; empty without a finding."""
+    trusted: tuple[int, ...] = ()
+    """Distances between ranks at which audits had agreed before."""
 
 
 class CheckpointSession:
@@ -78,7 +90,7 @@ class CheckpointSession:
         self.clock, self._heap = HookClock(), FrozenHeap(wanted=job.config.freeze_heap)
         self._turns, self.bubbles = DenseTurns(job.config.dense_every_n_steps), Bubbles(job.engine, job.device)
         self.repeats = Repeats() if repeats is None else repeats
-        self._progress, self._durations = _Progress(), Durations(self.clock)
+        self._progress, self._durations, self.suspects = _Progress(), Durations(self.clock), Suspects()
 
     # -- start
 
@@ -100,6 +112,8 @@ class CheckpointSession:
             if not job.policy.exact and found is not None and not found.recut:
                 build_on_stored(run.opener.store, job.exchange, run.tiers, run.storage, found)
             self._planner.begin()
+            if job.config.audit_every_n_steps is not None:
+                self._trust(found)
             start = None if found is None else found.start
             if found is not None and restoring is not None:
                 layout, outcome, replay = restoring
@@ -113,6 +127,14 @@ class CheckpointSession:
             self._heap.sweep()
         self._durations.start = time.perf_counter() - started
         return start
+
+    def _trust(self, found: RestoreSource | None) -> None:
+        """Trust the generation to go on from as far as earlier audits reach, or wholly if there was none. Collective."""
+        told: Any = self.job.exchange.run_on_coordinator(lambda: dict(self._run.opener.store.told()))
+        reached, audited = 0 if found is None else found.generation.step, told.get("audited")
+        self._run.storage.audited = min(reached, audited) if isinstance(audited, int) else reached
+        if told.get("world_size") == self.job.groups.world_size:
+            self.suspects = Suspects(*map(tuple, told.get("suspects", ((), ()))))
 
     def _load(self, found: RestoreSource, layout: WindowLayout, replay: Replay, started: float) -> Journal:
         load_found(found, replay, self.job.view.operators)
@@ -353,6 +375,38 @@ class CheckpointSession:
             self._run.tiers.complete_everywhere(STORAGE, durable)
         return durable is not None
 
+    # -- audits
+
+    @property
+    def audited(self) -> int | None:
+        """Step of the last clean audit, of an earlier process too, or from which audits began; `None` without audits."""
+        return self._run.storage.audited if self.is_open else None
+
+    def passed_audit(self, step: int, trusted: Collection[int] = ()) -> None:
+        """Note that an audit of step `step` was clean: generations up to there are good, and the newest of them stays. For `trusted` see
+        `Suspects`.
+        """
+        self._run.storage.audited, self.suspects = step, Suspects((), tuple(sorted(trusted)))
+
+    def condemn(self, ranks: Collection[int], why: str) -> int:
+        """Make all generations since the last clean audit void, in every tier and for every later start, because of `ranks`. Return that
+        audit's step. Collective; afterwards only `close` may be called.
+
+        Raises `NoUsableGeneration` if storage has none up to there: nothing is void then.
+        """
+        run, step = self._run, self._run.storage.audited
+        assert step is not None, "audits are off"
+        self.suspects = Suspects(tuple(sorted(ranks)), self.suspects.trusted)
+        for patience in (_LAST_SECONDS, 0.0):
+            if self.job.exchange.run_on_coordinator(lambda: run.opener.store.condemn(step, why)):
+                log.error("generations behind step %d are void, the last clean audit: %s", step, why, alike=True)
+                return step
+            run.storage.drain(patience)  # the first generation may be under way
+        raise NoUsableGeneration(
+            f"{why}. Storage has no generation up to step {step}, the last clean audit, to go back to, so nothing was made void. What is "
+            "stored may be wrong: look at it before this job is started again."
+        )
+
     # -- end
 
     def any_rank(self, flag: bool) -> bool:
@@ -407,6 +461,8 @@ class CheckpointSession:
             "nbytes_captured": run.capture.nbytes_captured,
             "goodput": run.account.document(),
             "measured": measured_figures(run),
+            "audited": run.storage.audited,
+            **({"suspects": list(self.suspects)} if self.suspects.ranks else {}),
             "audits": self.audit.document(),
             "slow_ranks": "" if run.tiers.stragglers is None else str(run.tiers.stragglers.figures),
         }

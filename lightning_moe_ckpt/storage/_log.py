@@ -11,6 +11,9 @@ Lineage rule: a log may be copied or put back to an older state, and a number is
 draws a name and puts it into its `open` entry and all its markers. A name that the log lacks is not of its past. The
 newest entry's nonce tells a process that the log is still the one it writes.
 
+Void rule: generations that are found to be wrong go by the timeline rule too. `condemned` cuts them off as an incarnation would
+that began from the last good step, but no process has that number or that name, `VOID`. So whoever reads a log obeys.
+
 Compaction deletes all but the newest `KEPT_ENTRIES`. This is harmless at any time, in any order and by anybody, because the
 newest entries repeat the history. But the index of a deleted entry is free again, and a writer that slept may create an
 entry there. After each creation the writer therefore looks for entries so much later. If there are any, the entry is void.
@@ -46,6 +49,8 @@ log = rank_logger(__name__)
 
 KEPT_ENTRIES = 1000
 """Newest entries of a log that stay; older ones are deleted, a thousand with one request."""
+VOID = "0" * 12
+"""Name of cuts that no incarnation made."""
 _MOST_WITHOUT = 64
 """Newest entries that are read for figures: starts that ended before their first commit have none."""
 
@@ -158,6 +163,16 @@ class History:
         cuts = (*self.cuts, *lost, Cut(incarnation, resumed.step, nonce))
         return replace(after, cuts=_deciding(cuts, self.watermark))
 
+    def condemned(self, step: int) -> History:
+        """Return the history after all generations behind `step`, of any incarnation so far, were found to be wrong."""
+        number = self.last_incarnation + self.num_lost + 1
+        kept, cuts = frozenset(each for each in self.kept if each.step <= step), (*self.cuts, Cut(number, step, VOID))
+        return replace(self, last_incarnation=number, num_lost=0, kept=kept, cuts=_deciding(cuts, self.watermark))
+
+    def is_void(self, generation: GenerationId) -> bool:
+        """Return whether a generation was found to be wrong, as far as no later incarnation has begun."""
+        return any(cut.nonce == VOID for cut in self._left_behind_by(generation))
+
     def adopted(self, generation: GenerationId) -> History:
         """Return the history that also allows `generation`, by name, although its past is another."""
         return replace(self, kept=self.kept | {generation})
@@ -178,11 +193,16 @@ class History:
             return None
         if generation.step < self.watermark:
             return f"below the watermark {self.watermark}"
-        later = [c for c in self.cuts if generation.incarnation < c.incarnation and generation.step > c.floor]
+        later = self._left_behind_by(generation)
         if not later:
             return None
         cut = max(later, key=lambda cut: (-cut.floor, cut.incarnation))
+        if cut.nonce == VOID:
+            return f"void: an audit has found a fault, and the last clean one was at step {cut.step}"
         return f"incarnation {cut.incarnation} began again from {'nothing' if cut.step is None else f'step {cut.step}'}"
+
+    def _left_behind_by(self, generation: GenerationId) -> list[Cut]:
+        return [c for c in self.cuts if generation.incarnation < c.incarnation and generation.step > c.floor]
 
     def why_unknown(self, generation: GenerationId) -> str | None:
         """Return why a generation is not of this log's past, by its incarnation's name; `None` if it is."""

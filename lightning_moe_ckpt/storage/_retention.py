@@ -262,19 +262,24 @@ class Survey:
             skipped.commit for skipped in self.passed_over if skipped.commit is not None and not skipped.may_be_restored
         ]
 
-    def give_up(self, history: History, retention: Retention) -> History | None:
+    def give_up(self, history: History, retention: Retention, audited: int | None = None) -> History | None:
         """Return the history after `retention` gave up unneeded generations; `None` if nothing changes."""
         whole, _ = self._sound()
-        return advanced_history(history, self.reasons(retention), self._in_order(whole))
+        return advanced_history(history, self.reasons(retention, audited), self._in_order(whole))
 
-    def reasons(self, retention: Retention) -> dict[GenerationId, str]:
-        """Return the generations that stay under `retention`, each with the reason."""
+    def reasons(self, retention: Retention, audited: int | None = None) -> dict[GenerationId, str]:
+        """Return the generations that stay under `retention`, each with the reason; and the newest up to step `audited`, that of
+        the last clean audit, to go on from if the next audit finds a fault.
+        """
         whole, doubtful = self._sound()
         if any(commit.needs or commit.spares for commit in whole[:1]):
             # A running save may refer to either of the last two, and to their references. Keeping both also
             # keeps two copies of their records.
             retention = replace(retention, last=max(2, retention.last))
         reasons = retention.reasons(whole, doubtful)
+        if audited is not None:
+            good = [commit.generation for commit in whole if commit.generation.step <= audited]
+            reasons = dict.fromkeys(good[:1], f"newest before the last clean audit, at step {audited}") | reasons
         counted = {commit.generation for commit in whole}
         # An unreadable generation may come back, so the files that it needs stay until the log gives it up.
         needing = [c for each, c in self._manifests.items() if each in reasons or each not in counted]

@@ -16,12 +16,13 @@ calls the other methods, from one thread at a time: the main thread at start, th
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
 from lightning_moe_ckpt._logging import rank_logger
-from lightning_moe_ckpt.errors import Corrupt, NoUsableGeneration, StorageError
+from lightning_moe_ckpt.errors import Corrupt, Fenced, NoUsableGeneration, StorageError
 from lightning_moe_ckpt.storage._backend import Backend
 from lightning_moe_ckpt.storage._catalog import (
     Contents,
@@ -290,6 +291,28 @@ class RunStore:
         survey = Survey.take(self._backend, history, read_catalog(self._backend))
         return all(commit.generation < generation or has_more(commit) for commit in survey.usable)
 
+    def is_void(self, generation: GenerationId) -> bool:
+        """Return whether a generation was found to be wrong, by the last `candidates`."""
+        return self._coordinator().history.is_void(generation)
+
+    def condemn(self, step: int, why: str) -> bool:
+        """Make all generations behind `step` void, for every reader. Return false, and change nothing, if storage has none up to
+        there. Coordinator only, from any thread.
+
+        This incarnation ends by that: its next commit is refused. Raises `Fenced` if it has ended before.
+        """
+        run_log, figures = Log(self._backend), self._coordinator().figures
+        while True:
+            history = run_log.read()
+            if history is None or (history.run_id, history.last_incarnation) != (self.run_id, self.incarnation):
+                raise Fenced(f"{self.url}: a later start of this job has begun. This process must stop.")
+            after = history.condemned(step)
+            if not Survey.take(self._backend, after, read_catalog(self._backend)).usable:
+                return False
+            event = {"type": "void", "incarnation": self.incarnation, "step": step, "why": why}
+            if run_log.append(event | {"figures": dict(figures()), "unix_time": round(time.time(), 3)}, after):
+                return True
+
     def open_incarnation(
         self, resumed: GenerationId | None, *, volatile: Collection[GenerationId] = (), foreign: bool = False
     ) -> int | None:
@@ -361,8 +384,9 @@ class RunStore:
             pass
         return publish(self._backend, stored, coordination.history)
 
-    def retain(self, retention: Retention) -> list[GenerationId]:
-        """Record in the log which generations stay, then delete those that nobody may restore any more.
+    def retain(self, retention: Retention, audited: int | None = None) -> list[GenerationId]:
+        """Record in the log which generations stay, then delete those that nobody may restore any more. The newest up to step
+        `audited` stays besides, see `Survey.reasons`.
 
         The newest generation always stays: until the first own commit, this incarnation's starting point. Older
         generations whose files a kept one needs stay as well. Return deleted generations, oldest first.
@@ -376,7 +400,7 @@ class RunStore:
             coordination.catch_up()
             catalog = coordination.catalog = read_catalog(self._backend)
             survey = Survey.take(self._backend, coordination.history, catalog)
-            advanced = coordination.advance(survey.give_up(coordination.history, retention))
+            advanced = coordination.advance(survey.give_up(coordination.history, retention, audited))
         doomed = doomed_generations(
             catalog, coordination.history, incarnation=coordination.opened_incarnation(), run_of=coordination.run_of
         )

@@ -103,7 +103,9 @@ def collect_garbage(
         survey = Survey.take(backend, history, catalog)
         if checked is not None and retention is not None:
             survey = survey.read(checked, retention.last)
-        advanced = None if retention is None else survey.give_up(history, retention)
+        told = None if retention is None else log.figures(history.run_id).get("audited")
+        audited = told if isinstance(told, int) else None  # a job with audits goes back there
+        advanced = None if retention is None else survey.give_up(history, retention, audited)
         if retention is not None:
             _require_fence(backend, log)
         if advanced is None or dry_run:
@@ -118,7 +120,7 @@ def collect_garbage(
             delete_generation(backend, catalog[generation])
         left = {each: contents for each, contents in catalog.items() if each not in doomed}
         sweep_constants(backend, left, incarnation=history.last_incarnation)
-    kept = {} if retention is None else survey.reasons(retention)
+    kept = {} if retention is None else survey.reasons(retention, audited)
     kept |= {generation: f"damaged: {reason}" for generation, reason in survey.damaged.items()}
     needed = spare_for(survey.usable) | needed_by(survey.usable)
     staying = {

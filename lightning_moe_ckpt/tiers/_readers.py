@@ -94,6 +94,8 @@ class SessionConfig:
     """Whether generations of other ranks, or of ranks in another layout, are resumed from, or refused."""
     freeze_heap: bool = True
     """Whether the garbage collector may ignore all objects alive as training begins."""
+    audit_every_n_steps: int | None = None
+    """Steps between audits, each of which says whether generations are good; `None` for none."""
     densify: str = ""
     """Tag, as of shared memory, of the only run that may be resumed; it ends once dense and stored. Empty to train on."""
 

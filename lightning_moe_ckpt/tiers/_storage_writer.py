@@ -81,6 +81,8 @@ class PersistWorker(TierWorker):
         self._commit_timeout, self._duplicated = commit_timeout, frozenset(duplicated)
         self._bases: dict[GenerationId, RankMarker] = {}
         """This rank's markers of its newest stored generations; later partial generations reference their records."""
+        self.audited: int | None = None
+        """Step of the last clean audit: the newest generation up to there stays; `None` without audits."""
         self._agreed: GenerationId | None = None
         """Newest generation known to be committed."""
 
@@ -177,7 +179,7 @@ class PersistWorker(TierWorker):
                 self.lost_base = job.request.base is not None
                 raise
             try:
-                self._store.retain(self._retention)
+                self._store.retain(self._retention, self.audited)
             except CheckpointError as error:  # harms nothing that is committed; the next call goes on from there
                 self._note(job.generation, f"committed, but older ones could not be deleted: {error}", error)
         self._bases[job.generation] = marker

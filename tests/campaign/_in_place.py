@@ -57,6 +57,7 @@ CALLS: dict[str, tuple[str, str]] = {
     "capture": ("lightning_moe_ckpt.session._capture", "CaptureSession.capture"),
     "seal": ("lightning_moe_ckpt.session._capture", "CaptureSession.seal"),
     "hand_over": ("lightning_moe_ckpt.session._sealing", "Sealing._hand_over"),
+    "condemn": ("lightning_moe_ckpt.session._session", "CheckpointSession.condemn"),
     "replayed": ("lightning_moe_ckpt.recovery._replay", "Replay.load"),
     "reduce": ("lightning_moe_ckpt.parallel._reducer", "GradientReducer._launch"),
     "agree": ("lightning_moe_ckpt.parallel._reducer", "GradientReducer._agree"),

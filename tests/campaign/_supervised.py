@@ -246,6 +246,9 @@ class _Job:
             each.connection = None
         for line in map(json.loads, said.splitlines()):
             each.arrived = line.get("arrived", each.arrived)
+            if "gives_way" in line:
+                each.shot = True
+                os.killpg(each.pid, signal.SIGKILL)
             if line.get("called_off") == self._incarnation:
                 self._tell_of(each.rank, line["why"])
                 self._incarnation += 1

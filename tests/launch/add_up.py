@@ -145,6 +145,8 @@ def happen(supervised: Supervised, rank: int, step: int, events: Events | None =
     if f"off:{rank}:{step}:{supervised.incarnation}" in script:
         supervised.call_off("calls it off")
         raise RuntimeError("a peer may wait for this one")
+    if f"faulty:{rank}:{step}:{supervised.incarnation}" in script:
+        supervised.give_way("is at fault", 10)
     if f"bug:{step}" in script:
         raise ValueError(f"there is a bug in step {step}")
 
@@ -173,6 +175,7 @@ EVENTS: Events = {
     "slow": lambda: time.sleep(0.5),
     "raise": fail,
     "late": end_late,
+    "where": lambda: print(f"sees {os.environ['CUDA_VISIBLE_DEVICES']}"),
     "silent": lambda: time.sleep(1.2),
     "deaf": turn_deaf,
 }

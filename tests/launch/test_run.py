@@ -101,6 +101,29 @@ def test_ranks_call_an_incarnation_off(tmp_path: Path) -> None:
     assert sum("calls it off" in sentence for sentence in ended.sentences()) == 2
 
 
+def test_a_rank_at_fault_gives_way_to_a_process_on_an_idle_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While there is one; the other rank stays where it is, and so does its device."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    events = ["faulty:1:20:0", "kill:0:30:1", "where:0:35:2", "where:1:35:2"]
+    ended = check(Job(tmp_path / "job", 2, 60, *events), {0: 1, 1: 1})
+    first, new = ended.pids(1)
+    aside = "device 5 is set aside, device 6 takes its place"
+    said = f"rank 1 (pid {first}) is at fault, and was ended; {aside}; pid {new} takes its place, incarnation 1"
+    assert said in ended.sentences()
+    assert sorted(set(re.findall(r"^\[\d\] sees .*$", ended.output, re.MULTILINE))) == ["[0] sees 4,6", "[1] sees 4,6"]
+
+
+def test_a_rank_that_is_at_fault_again_ends_the_job(tmp_path: Path) -> None:
+    """No clean audit is in between: replacing it has not helped."""
+    ended = Job(tmp_path / "job", 2, 60, "faulty:1:20:0", "faulty:1:20:1").end()
+    assert ended.code != 0
+    first, new = ended.pids(1)
+    assert f"(pid {first}) is at fault, and was ended; pid {new} takes" in ended.output
+    assert "rank 1 is at fault, as the process before it at the same place; the job is given up" in ended.sentences()
+
+
 def test_an_aborted_step_is_no_measure_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """It took as long as a hang was not found; the next one would be found after five times that."""
     heartbeat = Heartbeat()

@@ -29,9 +29,17 @@ def write(store: RunStore, step: int, unix_time: int = 0, *, with_line: bool = T
     return marker
 
 
-def save(store: RunStore, step: int, retention: Retention, unix_time: int = 0, *, with_line: bool = True) -> None:
+def save(
+    store: RunStore,
+    step: int,
+    retention: Retention,
+    unix_time: int = 0,
+    *,
+    with_line: bool = True,
+    audited: int | None = None,
+) -> None:
     store.commit(write(store, step, unix_time, with_line=with_line), timeout=timedelta())
-    store.retain(retention)
+    store.retain(retention, audited)
 
 
 def steps(store: RunStore) -> list[int]:

@@ -26,7 +26,7 @@ from torch import nn
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt._units import time_text
-from lightning_moe_ckpt.errors import CodecError, SilentFault
+from lightning_moe_ckpt.errors import CodecError
 from lightning_moe_ckpt.fit._run import FitSession
 from lightning_moe_ckpt.fit._sessions import Standing
 from lightning_moe_ckpt.fit.in_place._plays import (
@@ -107,7 +107,7 @@ class Audits:
         self._step = step
         if is_new:  # groups were made anew: ranks may be new that know nothing of the audits before
             self._session, self._turn, self.clock = sessions.now, _Turn.WATCHED, self._run.clock
-            self._trusted, self._known = set(), set()
+            self._trusted, self._known = {*sessions.now.suspects.trusted}, set()
         self._drop()
         self._say_cost()
         due = self._turn is not _Turn.ORDINARY or step % self._every == 0
@@ -308,7 +308,13 @@ class Audits:
             return None, True
         wrong = [each for each, found in differing.items() if any(found)]
         self._trusted |= {*distances} - {*wrong}
-        if first and wrong:
+        trusted = self._trusted.issuperset(wrong)
+        finding = self._triage(own) if wrong and trusted else None
+        # From an earlier incarnation only the ranks that gave way are known: others may be on devices of another kind by now.
+        if first and finding is not None and not {*finding.ranks} & {*self._run.session.suspects.ranks}:
+            trusted, finding = False, None
+            self._trusted -= {*wrong}
+        if first and wrong and not trusted:
             ranks = sorted({rank for each in wrong for rank, differs in enumerate(differing[each]) if differs})
             log.warning(
                 "ranks %s get other gradients from the same batch than its own rank does, from the first audit on: either a step depends on "
@@ -316,8 +322,6 @@ class Audits:
                 ranks,
                 alike=True,
             )
-        trusted = self._trusted.issuperset(wrong)
-        finding = self._triage(own) if wrong and trusted else None
         return finding, trusted and finding is None
 
     def _triage(self, own: Play) -> Finding | None:
@@ -383,7 +387,7 @@ class Audits:
         self.figures = replace(self.figures, seconds=self.figures.seconds + time.perf_counter() - began)
 
     def _ended(self, finding: Finding | None, *, clean: bool = True) -> None:
-        """Note the result of an audit, and act on it. Raises `SilentFault` if the run is to stop."""
+        """Note the result of an audit, and act on it. Raises `SilentFault` unless the run is to train on."""
         figures = self.figures
         self.figures = replace(
             figures,
@@ -392,14 +396,13 @@ class Audits:
             findings=figures.findings + ((finding,) if finding is not None else ()),
         )
         self._run.session.audit = self.figures
+        if clean:
+            self._run.session.passed_audit(self._step - 1, self._trusted)
         if finding is None:
             return
         log.error("an audit has found a fault: %s", finding.text, alike=True)
         if self._on_fault != "warn":
-            raise SilentFault(
-                f"{finding.text}. The optimizer has not taken the step. Take that device, or its node, out of service, and start the run again; "
-                "on_fault='warn' trains on."
-            )
+            self._run.sessions.condemn(finding.ranks, finding.text, ends=self._on_fault == "stop")
 
     def _say_cost(self) -> None:
         """Say what audits cost, two steps behind the first one."""

@@ -35,7 +35,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.coordination import Exchange, Segment
-from lightning_moe_ckpt.errors import CheckpointError
+from lightning_moe_ckpt.errors import CheckpointError, SilentFault
 from lightning_moe_ckpt.fit._run import FitSession
 from lightning_moe_ckpt.fit.in_place import _undo
 from lightning_moe_ckpt.fit.in_place._decision import LOST, TOO_OFTEN, Decision, StepPosition, Where
@@ -432,7 +432,7 @@ class StageAlone:
 
     def _is_own(self, error: Exception) -> bool:
         """Whether an error does not come from another rank's failure: there is nothing to wait for."""
-        return isinstance(error, Rewind) or (self._log.apart and not is_of_collective(error))
+        return isinstance(error, Rewind | SilentFault) or (self._log.apart and not is_of_collective(error))
 
     def _recover(self, error: Exception) -> None:
         """Wait inside a step until the failed stage has come there. Raises `Rewind` if this rank has to go on in place."""
