@@ -19,8 +19,9 @@ from lightning_moe_ckpt.testing._kill import StepPhase, TrainingPhase
 FaultKind = Literal[
     "sigkill", "sigstop", "node_loss", "rack_loss",
     "slow_storage", "storage_errors", "full_disk", "full_shared_memory", "bit_flip",
+    "flip_parameter", "flip_moment", "flip_gradient", "flip_activation", "wrong_products",
 ]  # fmt: skip
-FaultPhase = Literal[TrainingPhase, "capture", "seal", "persist", "marker", "commit", "reclaim"]
+FaultPhase = Literal[TrainingPhase, "after_batch_start", "capture", "seal", "persist", "marker", "commit", "reclaim"]
 CopyAtRest = Literal["storage", "ring", "replica"]
 
 STORAGE_PHASES = frozenset({"persist", "marker", "commit", "reclaim"})
@@ -31,7 +32,10 @@ FATAL = NODE_LOSSES | {"sigkill"}
 """Kinds after which the job has to start again."""
 OF_STORAGE = frozenset({"slow_storage", "storage_errors", "full_disk"})
 """Kinds that last for a time and act on calls of the backend."""
-LASTING = OF_STORAGE | {"full_shared_memory"}
+LASTING = OF_STORAGE | {"full_shared_memory", "wrong_products"}
+FLIPS = frozenset({"flip_parameter", "flip_moment", "flip_gradient", "flip_activation"})
+SILENT = FLIPS | {"wrong_products"}
+"""Kinds that change what training computes, and raise nothing."""
 _COORDINATOR_ONLY = frozenset({"commit", "reclaim"})
 _OPTIONS = {
     "sigstop": {"seconds"},
@@ -40,6 +44,8 @@ _OPTIONS = {
     "full_disk": {"steps", "seconds"},
     "full_shared_memory": {"nbytes", "steps", "seconds"},
     "bit_flip": {"at_rest"},
+    "wrong_products": {"bit", "steps", "seconds"},
+    **{kind: {"bit", "fqn"} for kind in FLIPS},
 }
 
 
@@ -51,13 +57,16 @@ class Fault:
         kind: `sigkill`: the process dies. `sigstop`: it stands still. `node_loss`, `rack_loss`: all processes of the
             rank's node or rack die, and the run's files in their shared memory are removed. `slow_storage`,
             `storage_errors`, `full_disk`: this rank's storage is impaired. `full_shared_memory`: its free part is filled.
-            `bit_flip`: one bit of a stored copy flips.
+            `bit_flip`: one bit of a stored copy flips. Silent, on this rank alone, in what it trains with: `flip_parameter`,
+            `flip_moment`: one bit of a parameter or of the optimizer's state of it flips; `flip_gradient`: of the next gradient that
+            backward finds of a parameter, before reduction; `flip_activation`: of the next output of a module in training, seen also by
+            its backward; `wrong_products`: one bit in each product of matrices, forward and backward, while it lasts.
         rank: rank on which it strikes; `all`: every rank, each when it reaches the place.
         step: value of `trainer.global_step` from which on it strikes. The value counts before the optimizer step in phases up to
             `before_optimizer_step`, after it in the later ones. In the phases of storage, the step of the generation.
         phase: hooks: `batch_start`, `forward` (before backward), `after_backward`, `before_optimizer_step`, `batch_end`
-            and `after_batch_end` (before and after other callbacks), `validation`, `epoch_start`, `epoch_end`. Inside
-            checkpoints: `capture` (copies of a step are under way), `seal` (the segment is about to be complete).
+            and `after_batch_end` (before and after other callbacks), `validation`, `epoch_start`, `epoch_end`;
+            `after_batch_start`: as `batch_start`, but after other callbacks, and so behind an audit's repetition. Inside checkpoints: `capture` (copies of a step are under way), `seal` (the segment is about to be complete).
             Before calls of storage: `persist` (a segment), `marker` (a rank is done), `commit` (rank 0 makes a
             generation visible), `reclaim` (rank 0 deletes).
         settle: most seconds to wait, before it strikes, until checkpoints under way are stored.
@@ -72,6 +81,10 @@ class Fault:
         nbytes: for `full_shared_memory`: most bytes to take, whatever is free.
         at_rest: for `bit_flip`: where the bit is: the newest generation in storage, the rank's own ring, or a replica that
             its node keeps for another rank.
+        bit: for silent kinds: which bit of the number flips, from 0, the lowest; `None`: drawn from all bits, of a product from those
+            of the mantissa.
+        fqn: for silent flips: beginning of the parameter's name, of the module's for `flip_activation`; `None`: any. What has no gradient or
+            output in that step is passed over.
     """
 
     kind: FaultKind = "sigkill"
@@ -86,6 +99,8 @@ class Fault:
     probability: float | None = None
     nbytes: int | None = None
     at_rest: CopyAtRest = "storage"
+    bit: int | None = None
+    fqn: str | None = None
 
     def __post_init__(self) -> None:
         self._require(self.kind in get_args(FaultKind), "kind", f"one of {', '.join(get_args(FaultKind))}")
@@ -100,7 +115,10 @@ class Fault:
         self._require(self.probability is None or 0 <= self.probability <= 1, "probability", "from 0 to 1")
         self._require(self.nbytes is None or self.nbytes > 0, "nbytes", "bytes above 0")
         self._require(self.at_rest in get_args(CopyAtRest), "at_rest", f"one of {', '.join(get_args(CopyAtRest))}")
+        self._require(self.bit is None or (_is_count(self.bit) and self.bit < 64), "bit", "a bit from 0 to 63, or None")
         self._require_what_the_kind_takes()
+        if self.kind in SILENT and self.phase in STORAGE_PHASES:
+            raise ConfigurationError(f"{self}: {self.kind} strikes in training, not in {self.phase!r}. Give a hook.")
         if self.settle and self.phase in STORAGE_PHASES:
             raise ConfigurationError(
                 f"{self} would wait for itself: {self.phase!r} is part of storing. Leave out `settle`."

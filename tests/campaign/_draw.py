@@ -21,7 +21,9 @@ from campaign._training import Checkpointing
 from lightning_moe_ckpt.testing import Kill
 
 PHASES: tuple[Phase, ...] = tuple(
-    phase for phase in get_args(HookPhase) if phase not in {"sanity_check", "epoch_start", "epoch_end"}
+    phase
+    for phase in get_args(HookPhase)
+    if phase not in {"sanity_check", "epoch_start", "epoch_end", "after_batch_start"}
 )
 """Moments of a batch; those of an epoch are drawn apart."""
 
