@@ -21,7 +21,7 @@ from typing_extensions import Unpack, override
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.callbacks._shared_arguments import DEFAULTS, CheckpointArguments, SharedArguments, spelled_out
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Fenced
-from lightning_moe_ckpt.fit import FitSession, InPlace, OnlyBeats, WatchedData, can_rejoin, supervisor
+from lightning_moe_ckpt.fit import Audits, FitSession, InPlace, OnlyBeats, WatchedData, can_rejoin, supervisor
 from lightning_moe_ckpt.fit._callbacks import tries_only
 from lightning_moe_ckpt.fit._cli import explain_errors
 from lightning_moe_ckpt.fit._files import LightningResume, let_best_come_first
@@ -59,9 +59,13 @@ class ReplayHooks(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._run.batch_start()
+        if (audits := self._run.sessions.audits) is not None:
+            audits.batch_begins(batch, batch_idx)
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if (audits := self._run.sessions.audits) is not None:
+            audits.backward_ends()
         if (frozen := self._run.sessions.now.repeats.frozen) is not None:
             frozen.fill_gradients()
 
@@ -319,6 +323,9 @@ class CheckpointCallback(SharedArguments, Checkpoint):
             on_mismatch=self.on_mismatch,
         )
         resumed = self._run.begin()
+        if self.audit_every_n_steps is not None:
+            every, on_fault = self.audit_every_n_steps, self.on_fault
+            self._run.sessions.audits = Audits(trainer, module, self._run, every=every, on_fault=on_fault)
         if self._lightning_resume is not None:
             self._lightning_resume.decide(resumed=resumed)
             self._lightning_resume = None

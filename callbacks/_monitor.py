@@ -22,7 +22,7 @@ from lightning_moe_ckpt.fit._callbacks import ProgressNote
 from lightning_moe_ckpt.fit.loops._trainer import expert_parallel_size, log_row
 from lightning_moe_ckpt.metrics import TIERS
 from lightning_moe_ckpt.planning import LossFigures
-from lightning_moe_ckpt.process import Overhead, StragglerFigures
+from lightning_moe_ckpt.process import AuditFigures, Overhead, StragglerFigures
 from lightning_moe_ckpt.session import Report
 
 REPLAYING = "moe/replaying"
@@ -63,6 +63,8 @@ class ExpertLoadMonitor(Callback):
       every generation, the tier is lost, as other nodes are to a rank whose connection to them broke;
     * `moe/straggler/factor`: what the slowest rank takes for its own work in a step, without waiting for others, as a multiple of
       its peers' median; `moe/straggler/<rank>`: the same of each rank that is slow, once it is for long enough;
+    * `moe/audits`, `moe/audited_step`, `moe/audit_findings` and `moe/audit_seconds`: number of audits, step of the newest clean one, their
+      findings, and seconds in them, with `audit_every_n_steps`;
     * `moe/windows_skipped`: windows that were not begun; `moe/windows_missed`: newest windows in a row that gave no
       generation, for any reason;
     * `moe/replaying`: 1 in the row of a step that a resumed run repeats, else 0. Every repeated step has a row (unless
@@ -230,6 +232,7 @@ class CheckpointFigures:
             **{f"moe/generations_failed/{tier}": number for tier, number in now.generations_failed.items()},
             **_overhead(now.overhead),
             **_stragglers(now.stragglers),
+            **_audits(now.audit),
             **_lost(now.lost),
         }
 
@@ -274,6 +277,18 @@ def _stragglers(found: StragglerFigures | None) -> dict[str, float]:
     if found is None or not found.factors:
         return {}
     return {"moe/straggler/factor": max(found.factors), **{f"moe/straggler/{k}": f for k, f in found.slow.items()}}
+
+
+def _audits(found: AuditFigures) -> dict[str, float]:
+    """Return the audits so far; nothing before the first."""
+    if not found.audits:
+        return {}
+    numbers = {
+        "moe/audits": found.audits,
+        "moe/audit_findings": len(found.findings),
+        "moe/audit_seconds": found.seconds,
+    }
+    return numbers if found.audited is None else {**numbers, "moe/audited_step": found.audited}
 
 
 def _lost(lost: LossFigures | None) -> dict[str, float]:

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, get_args, get_t
 from lightning_moe_ckpt._units import duration, number_of_bytes
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.fit import Batches, OnChange, OnMismatch
+from lightning_moe_ckpt.process import OnFault
 from lightning_moe_ckpt.storage import Resume, Retention
 from lightning_moe_ckpt.tiers import DEFAULT_MAX_CHUNK, Elastic, FailureDomain
 
@@ -81,6 +82,12 @@ class CheckpointArguments(StorageArguments, total=False):
         on_mismatch: what happens where the first batch after a restart, or one of a repeated step, is not the original run's. `stop` ends
             the run with `OtherData` before it trains on it; nothing that is stored changes. `warn` logs an ERROR and trains on:
             the run is valid then, but not the same.
+        audit_every_n_steps: steps from one audit to the next; `None` for none. An audit compares what ranks should hold alike, and has a step's
+            forward and backward done twice, on another rank where there is one, to find devices that compute wrong. The log
+            says at the start what it costs, and what cannot be audited.
+        on_fault: what follows where an audit finds other bits. `warn` logs an ERROR and trains on; `stop` ends the run with `SilentFault` before
+            the optimizer takes the step; `restart` ends the named rank's process, for `moe-ckpt run` to put a spare in its place, and goes
+            on from before the newest clean audit.
         stop_grace: longest time from SIGTERM to the end of the process, a `timedelta`, seconds, or text such as `25s`. Within it all ranks agree on a boundary and store
             it; what cannot be stored in time is left. Keep it below the limit of your launcher: torchrun and SLURM
             kill after 30 s.
@@ -102,6 +109,8 @@ class CheckpointArguments(StorageArguments, total=False):
     attributes_nbytes: int | str
     on_change: OnChange
     on_mismatch: OnMismatch
+    audit_every_n_steps: int | None
+    on_fault: OnFault
     stop_grace: timedelta | float | str
     elastic: Elastic
     freeze_heap: bool
@@ -201,6 +210,8 @@ class SharedArguments:
     attributes_nbytes: int = _argument(64 * 2**20, number_of_bytes)
     on_change: OnChange = _argument("stored", partial(require_choice, choices=get_args(OnChange)))
     on_mismatch: OnMismatch = _argument("stop", partial(require_choice, choices=get_args(OnMismatch)))
+    audit_every_n_steps: int | None = _argument(None, partial(require_count, what="steps", also=[None]))
+    on_fault: OnFault = _argument("warn", partial(require_choice, choices=get_args(OnFault)))
     # Within the 30 s that launchers commonly give, with time left for the rest of the script.
     stop_grace: timedelta = _argument(timedelta(seconds=25), duration)
     elastic: Elastic = _argument("auto", partial(require_choice, choices=get_args(Elastic)))

@@ -62,6 +62,10 @@ class OtherData(CheckpointError, RuntimeError):
     """A resumed run got another batch than the original run. Raised before the run trains on that batch; nothing stored has changed."""
 
 
+class SilentFault(CheckpointError, RuntimeError):
+    """An audit has found a rank that computes, or holds, other bits than it should. Raised on all ranks, before the optimizer takes the step."""
+
+
 class CodecError(ConfigurationError, TypeError):
     """A value cannot be stored in the journal exactly; the message gives its place and type."""
 

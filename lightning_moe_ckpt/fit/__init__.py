@@ -8,6 +8,7 @@ from lightning_moe_ckpt.fit._data import OnMismatch as OnMismatch
 from lightning_moe_ckpt.fit._data import WatchedData as WatchedData
 from lightning_moe_ckpt.fit._run import FitSession as FitSession
 from lightning_moe_ckpt.fit._settings import OnChange as OnChange
+from lightning_moe_ckpt.fit.in_place._audit import Audits as Audits
 from lightning_moe_ckpt.fit.in_place._survivor import InPlace as InPlace
 from lightning_moe_ckpt.fit.in_place._survivor import OnlyBeats as OnlyBeats
 from lightning_moe_ckpt.fit.in_place._survivor import can_rejoin as can_rejoin

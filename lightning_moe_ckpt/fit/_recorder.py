@@ -42,6 +42,8 @@ from lightning_moe_ckpt.operators import StateSchema
 
 log = rank_logger(__name__)
 
+_MODULE = ("module",)
+
 
 class _Half(Enum):
     """How far the start half of the newest boundary is."""
@@ -230,6 +232,14 @@ class BoundaryRecorder:
     def hold_attributes(self) -> Callable[[], None]:
         """Return a function to restore the present attributes of the user's objects, and deletes new ones."""
         return partial(self._moved.restore, self._moved.take(), forget_new=True)
+
+    def attributes(self) -> dict[str, Any]:
+        """Return the module's attributes that training has changed."""
+        return self._moved.take(_MODULE)
+
+    def take_attributes(self, moved: Mapping[str, Any]) -> None:
+        """Set the module's attributes to the result of `attributes`."""
+        self._moved.restore(moved, _MODULE, forget_new=True)
 
     def generators(self) -> list[HeldGenerator]:
         """Return the generators held by the user's objects."""

@@ -212,6 +212,15 @@ class FitSession:
 
         return put_back
 
+    def part_of_step(self) -> dict[str, Any]:
+        """Return the state of layers and attributes that a step may read, for another rank."""
+        return {"layers": self._layers.take(), "attributes": self._recorder.attributes()}
+
+    def take_part_of_step(self, part: Mapping[str, Any]) -> None:
+        """Set layers and attributes to another rank's."""
+        self._layers.restore(part["layers"])
+        self._recorder.take_attributes(part["attributes"])
+
     def start_of_run(self) -> dict[str, Any]:
         """Return files and folders of this fit's first begin, for a fit that begins anew in place."""
         return {"files": self._files.start(), "logs": self._logs.start()}

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum, auto
 from functools import partial
+from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import Callback, Trainer
@@ -23,6 +24,7 @@ from lightning_moe_ckpt.fit._stops import say_who_is_gone
 from lightning_moe_ckpt.fit.loops import _trainer
 from lightning_moe_ckpt.operators import StateSchema, agreed_schema
 from lightning_moe_ckpt.policies import Policy
+from lightning_moe_ckpt.process import AuditFigures
 from lightning_moe_ckpt.recovery import JournalReader, Repeats
 from lightning_moe_ckpt.session import CheckpointSession, Report, SessionJob
 from lightning_moe_ckpt.snapshot import IMPORTED
@@ -54,6 +56,21 @@ _MOVES = {
 """`put_off` moves to BROKEN, `suspend` to SUSPENDED, `renew` and `FitSession.part` to ALONE, and `together` to TOGETHER."""
 
 
+class StepAudits(Protocol):
+    """Audits of the steps of a fit, called by its first callback."""
+
+    figures: AuditFigures
+
+    def batch_begins(self, batch: Any, batch_idx: int) -> None:
+        """Called as the first callback's `on_train_batch_start` ends."""
+
+    def backward_ends(self) -> None:
+        """Called in the first callback's `on_after_backward`."""
+
+    def close(self) -> None:
+        """Called when the fit ends, however."""
+
+
 class Sessions:
     """The session in force, replaced by `renew`; `trained` is the user's choice of parameters, restored while a generation is loaded."""
 
@@ -61,6 +78,8 @@ class Sessions:
     """Step at which training is planned to end; `None` until known, or if only time ends it."""
     error: Exception | None = None
     """Error that the next step raises; `None` unless `BROKEN`."""
+    audits: StepAudits | None = None
+    """Audits of steps; `None` for none."""
     _neighbours: Neighbours | None = None
     _reported: Report
 
@@ -85,6 +104,11 @@ class Sessions:
         self._neighbours = self.now.neighbours()
         if hasattr(self._trainer.strategy, "on_phase"):
             self._trainer.strategy.on_phase = self.now.enter
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Host name of each rank."""
+        return () if self._neighbours is None else self._neighbours.hosts
 
     def among(self) -> Exchange:
         """Return the exchange of the ranks that go on together: this stage's if it is `ALONE`, or all."""
@@ -120,7 +144,8 @@ class Sessions:
 
     def renew(self) -> int | None:
         """Open another session, and return the step from which ranks go on; `None` without a generation. Collective."""
-        self.now = self._open(self.now.repeats)
+        audit, self.now = self.now.audit, self._open(self.now.repeats)
+        self.now.audit = audit
         self.move(Standing.ALONE)
         start = self.now.begin(stay=True)
         self.take_up()
@@ -133,7 +158,8 @@ class Sessions:
         if self.standing is Standing.SUSPENDED:
             return self._reported
         upstream = getattr(self._trainer.strategy, "upstream", None)
-        return replace(self.now.report(), upstream_log_nbytes=0 if upstream is None else upstream.nbytes)
+        audit = AuditFigures() if self.audits is None else self.audits.figures
+        return replace(self.now.report(), audit=audit, upstream_log_nbytes=0 if upstream is None else upstream.nbytes)
 
     def failed(self, error: BaseException) -> None:
         """Log which other rank has died, if its death ends the fit."""
@@ -141,6 +167,8 @@ class Sessions:
 
     def close(self, *, keep_memory: bool) -> None:
         """Close the session in force, or its replay alone if it is closed already."""
+        if self.audits is not None:
+            self.audits.close()
         if self.standing is Standing.SUSPENDED:
             self.now.repeats.close()
         else:

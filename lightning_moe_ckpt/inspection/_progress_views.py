@@ -313,6 +313,9 @@ def figures(found: RunProgress) -> dict[str, str]:
         )
     if found.incarnations and (slow := found.incarnations[-1].figures.get("slow_ranks")):
         said["slow"] = f"{slow}: the others wait for it"
+    if found.incarnations and (audits := found.incarnations[-1].figures.get("audits")):
+        faults = "; ".join(audits["found"]) or "nothing found"
+        said["audits"] = f"{audits['number']}, the newest clean one at step {audits['clean']}: {faults}"
     stored = sum(generation.nbytes for generation in found.generations)
     number = len(found.generations)
     said["stored"] = f"{number} generation{'s' * (number != 1)}, {size_text(stored)}"

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.parallel import ExpertParallelModule, current_groups
-from lightning_moe_ckpt.process import OwnWork
+from lightning_moe_ckpt.process import MADE, RECEIVED, Messages, OwnWork
 
 # Shape suffixes: T tokens on this rank, K top-k, E all experts, e experts on this rank, R expert-parallel ranks,
 # N slots kept on this rank, M rows that arrive on this rank, D model dim.
@@ -125,6 +125,9 @@ def exchange_counts(kept_E: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     OwnWork.ends()
     arriving = torch.empty_like(kept_E)
     dist.all_to_all_single(arriving, kept_E, group=group)
+    if Messages.listener is not None:
+        Messages.listener(MADE, [kept_E])
+        Messages.listener(RECEIVED, [arriving])
     return arriving.view(group.size(), -1)
 
 
@@ -172,6 +175,9 @@ def _exchange(rows: Tensor, send: list[int], receive: list[int], group: dist.Pro
     OwnWork.ends()
     out = rows.new_empty(sum(receive), *rows.shape[1:])
     dist.all_to_all_single(out, rows.contiguous(), receive, send, group=group)
+    if Messages.listener is not None:
+        Messages.listener(MADE, [rows])
+        Messages.listener(RECEIVED, [out])
     return out
 
 

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +59,9 @@ class LoadCounter:
         self._handles: list[RemovableHandle] = []
         self._installed = False
 
+    installed: ClassVar[WeakSet[LoadCounter]] = WeakSet()
+    """All counters with hooks on a model."""
+
     @property
     def uncounted(self) -> tuple[str, ...]:
         """Layers that cannot be measured; without token counts their experts keep a fixed order."""
@@ -68,6 +72,7 @@ class LoadCounter:
         if self._installed:
             return
         self._installed = True
+        self.installed.add(self)
         for _, tap, counts in self._taps:
             if tap is not None:
                 self._handles += tap.install(self._module, counts)
@@ -103,6 +108,7 @@ class LoadCounter:
             handle.remove()
         self._handles.clear()
         self._installed = False
+        self.installed.discard(self)
 
     def _drain(self) -> None:
         if self._installed:

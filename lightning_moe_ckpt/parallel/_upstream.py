@@ -32,6 +32,7 @@ from xxhash import xxh3_64_intdigest
 
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.journal import differs
+from lightning_moe_ckpt.process import MADE, RECEIVED, Messages
 
 T = TypeVar("T")
 
@@ -212,7 +213,10 @@ class UpstreamLog:
         """Keep copies of sent tensors. In a repeated step, also note their digests, for `require_exact` to compare with the
         former ones.
         """
-        if self._now is None or not (sent := list(tensors)):
+        sent = list(tensors)
+        if Messages.listener is not None:
+            Messages.listener(MADE, sent)
+        if self._now is None or not sent:
             return
         copies = list(map(self._copies.take, sent))
         self._now.sent[direction].append(copies)
@@ -225,7 +229,10 @@ class UpstreamLog:
 
     def received(self, direction: Direction, tensors: Iterable[Tensor]) -> None:
         """Keep digests of tensors received."""
-        if self._now is not None and (found := [tensor for tensor in tensors if isinstance(tensor, Tensor)]):
+        found = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
+        if Messages.listener is not None:
+            Messages.listener(RECEIVED, found)
+        if self._now is not None and found:
             self._now.seen[direction].append(digests_of(found))
 
     # -- a stage repeats steps

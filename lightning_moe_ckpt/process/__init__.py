@@ -20,6 +20,16 @@ from lightning_moe_ckpt.process._stop_signal import StopSignal as StopSignal
 from lightning_moe_ckpt.process._stragglers import OwnWork as OwnWork
 from lightning_moe_ckpt.process._stragglers import StragglerFigures as StragglerFigures
 from lightning_moe_ckpt.process._stragglers import Stragglers as Stragglers
+from lightning_moe_ckpt.process._suspects import MADE as MADE
+from lightning_moe_ckpt.process._suspects import RECEIVED as RECEIVED
+from lightning_moe_ckpt.process._suspects import AuditFigures as AuditFigures
+from lightning_moe_ckpt.process._suspects import Finding as Finding
+from lightning_moe_ckpt.process._suspects import Messages as Messages
+from lightning_moe_ckpt.process._suspects import OnFault as OnFault
+from lightning_moe_ckpt.process._suspects import Trace as Trace
+from lightning_moe_ckpt.process._suspects import distance as distance
+from lightning_moe_ckpt.process._suspects import judge as judge
+from lightning_moe_ckpt.process._suspects import odd_holders as odd_holders
 from lightning_moe_ckpt.process._threads import CallThread as CallThread
 from lightning_moe_ckpt.process._threads import compute_alone as compute_alone
 from lightning_moe_ckpt.process._threads import guard_forks as guard_forks

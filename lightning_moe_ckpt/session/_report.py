@@ -12,13 +12,13 @@ from lightning_moe_ckpt._units import size_text, time_text
 from lightning_moe_ckpt.goodput import Goodput
 from lightning_moe_ckpt.native import BubbleFigures
 from lightning_moe_ckpt.planning import LossFigures
-from lightning_moe_ckpt.process import HookClock, Overhead, StragglerFigures, rounded
+from lightning_moe_ckpt.process import AuditFigures, Finding, HookClock, Overhead, StragglerFigures, rounded
 from lightning_moe_ckpt.tiers import DeltaFigures, RedundancyFigures
 
 if TYPE_CHECKING:
     from lightning_moe_ckpt.session._opening import OpenRun
 
-_NO_TIME = Goodput()
+_NO_TIME, _NO_AUDITS = Goodput(), AuditFigures()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +90,8 @@ class Report:
     """Copies in a pipeline's bubbles; `None` without pipeline stages, and where torch copies."""
     stragglers: StragglerFigures | None = None
     """Each rank's own work in a step, and the ranks that are slow at it; `None` where no two ranks have equal work."""
+    audit: AuditFigures = _NO_AUDITS
+    """Audits of this incarnation: number, newest clean step, findings and cost."""
     upstream_log_nbytes: int = 0
     """Bytes of host memory from which neighbours in the pipeline would repeat steps; 0 if all stages go back."""
     lost: LossFigures | None = None
@@ -109,6 +111,21 @@ class Report:
     def exact(self) -> bool:
         """Whether all repeated steps gave the bits of the run."""
         return not self.replay_mismatches
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """Findings of all audits, oldest first."""
+        return self.audit.findings
+
+    @property
+    def audits(self) -> int:
+        """Number of audits with a result."""
+        return self.audit.audits
+
+    @property
+    def audited(self) -> int | None:
+        """Step of the newest clean audit; `None` before one."""
+        return self.audit.audited
 
     @property
     def stall_seconds_per_step(self) -> float:
@@ -168,6 +185,9 @@ class Report:
             lines["bubbles"] = f"{self.bubbles.seconds * 1e3:.1f} ms per step; {self.bubbles.verdict}"
         if self.stragglers is not None and self.stragglers.slow:
             lines["slow"] = str(self.stragglers)
+        if self.audit.audits:
+            found = "; ".join(each.text for each in self.findings) or "nothing found"
+            lines["audits"] = f"{self.audits}, {self.audit.seconds / self.audits:.2f} s each: {found}"
         if self.missing_experts:
             lines["began anew"] = ", ".join(self.missing_experts)
         width = max(map(len, lines)) + 2

@@ -20,7 +20,7 @@ from lightning_moe_ckpt.goodput import Goodput
 from lightning_moe_ckpt.journal import UNFIT, Journal, encode
 from lightning_moe_ckpt.native import Bubbles, PipelinePhase
 from lightning_moe_ckpt.planning import Planner
-from lightning_moe_ckpt.process import FrozenHeap, HookClock, OwnWork, Stragglers, collections_paused
+from lightning_moe_ckpt.process import AuditFigures, FrozenHeap, HookClock, OwnWork, Stragglers, collections_paused
 from lightning_moe_ckpt.recovery import Repeats, Replay, RestoreSource, load_found
 from lightning_moe_ckpt.session._dense import DenseTurns
 from lightning_moe_ckpt.session._job import SessionJob
@@ -62,6 +62,8 @@ class CheckpointSession:
 
     _run: OpenRun
     """Parts that exist from `begin` on."""
+    audit = AuditFigures()
+    """Audits of steps, for the run's log."""
     is_open = False
     """Whether `begin` has opened the run."""
 
@@ -292,6 +294,10 @@ class CheckpointSession:
                 run.dense.begin(step, start)
         capture.seal(start, step=step, disturbed=disturbed)
 
+    def odd_copies(self) -> dict[str, tuple[int, ...]]:
+        """Return the ranks with other bits than the ranks that should hold the same, by operator, see `Copies.odd`. Collective."""
+        return self._copies.odd()
+
     def hold(self, step: int, start: Journal) -> None:
         """Capture the last boundary for `end`, before hooks of the epoch's end; see `DenseCapture.hold`."""
         self._run.capture.abort_window()
@@ -401,6 +407,7 @@ class CheckpointSession:
             "nbytes_captured": run.capture.nbytes_captured,
             "goodput": run.account.document(),
             "measured": measured_figures(run),
+            "audits": self.audit.document(),
             "slow_ranks": "" if run.tiers.stragglers is None else str(run.tiers.stragglers.figures),
         }
 

@@ -26,9 +26,10 @@ from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Corrupt, NoUsableGeneration
-from lightning_moe_ckpt.operators import ParameterIndex, memory_of
+from lightning_moe_ckpt.operators import ParameterIndex, Region, memory_of
 from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.snapshot._layout import PARAM, SEGMENT_METADATA, StateView
+from lightning_moe_ckpt.process import odd_holders
+from lightning_moe_ckpt.snapshot._layout import PARAM, SEGMENT_METADATA, OperatorSlice, StateView
 from lightning_moe_ckpt.snapshot._shards import as_memoryview
 from lightning_moe_ckpt.storage import (
     CONSTANTS,
@@ -340,43 +341,68 @@ class Copies:
         """Raise `ConfigurationError` on all ranks (`first`), with the names, if parameters or optimizer state differ
         among ranks; later log parameters that differ. Collective.
         """
-        lines = [] if self._told else _differing(self._view, self._groups, self._exchange, states=first)
+        lines = list[str]()
+        for (fqn, key), digests in {} if self._told else self._differing(states=first).items():
+            like: dict[str, list[int]] = {}
+            for rank, digest in digests.items():
+                like.setdefault(digest, []).append(rank)
+            name = f"`{fqn}`" if key == PARAM else f"`{key}` of `{fqn}`"
+            lines.append(f"{name} (ranks {' and '.join(map(str, like.values()))} have different ones)")
         if lines and first:
             raise ConfigurationError(_text(lines, self._view))
         if lines:
             self._told = True
             log.error("a restart will not give what training has now: %s", _text(lines, self._view), alike=True)
 
+    def odd(self) -> dict[str, tuple[int, ...]]:
+        """Return the ranks whose copy of an operator's state is not the majority's, by operator in order; all its holders if there
+        is no majority. Collective.
+        """
+        if self._groups.world_size == 1 or not (differing := self._differing(states=True)):
+            return {}
+        own: dict[str, str] = {}
+        for slices in self._slices().values():
+            for operator, piece in slices:
+                for fqn, key in differing:
+                    if fqn == piece.fqn and (found := self._view.tensor(fqn, key)) is not None:
+                        flat = found.detach().reshape(-1)
+                        part = flat[piece.start : piece.stop] if len(flat) >= piece.stop else flat
+                        own[operator.name] = digest_of(f"{own.get(operator.name)}{digests_of([part])}".encode())
+        rows = cast("list[dict[str, str]]", self._exchange.gather_values(own))
+        names = dict.fromkeys(name for row in rows for name in row)
+        odd = {name: odd_holders({rank: row[name] for rank, row in enumerate(rows) if name in row}) for name in names}
+        return {name: ranks for name, ranks in odd.items() if ranks}
 
-def _differing(view: StateView, groups: ParallelGroups, exchange: Exchange, *, states: bool) -> list[str]:
-    """Describe the parameters that differ among ranks that should hold equal copies, a line each. Collective.
+    def _slices(self) -> dict[Region, list[OperatorSlice]]:
+        return self._view.by_region(self._view.operators.operators, self._groups)
 
-    All bytes count, of parameters and (with `states`) of optimizer state. Buffers may differ by rank, and constants
-    were compared when stored.
-    """
-    own: dict[str, dict[str, str]] = {}
-    for region, slices in view.by_region(view.operators.operators, groups).items():
-        fqns = dict.fromkeys(piece.fqn for _, piece in slices)
-        forms = [(fqn, entry.key) for fqn in fqns if states for entry in view.schema.entries(view.params[fqn])]
-        found = {(fqn, key): view.tensor(fqn, key) for fqn, key in [*((fqn, PARAM) for fqn in fqns), *forms]}
-        named = {f"`{fqn}`" if key == PARAM else f"`{key}` of `{fqn}`": each for (fqn, key), each in found.items()}
-        own[str(region)] = digested({name: each for name, each in named.items() if each is not None})
-    # Usually all copies are equal: then one digest per region decides.
-    parts = {key: digest_of(repr(digests).encode()) for key, digests in own.items()}
-    said = cast("list[dict[str, str]]", exchange.gather_values(parts))
-    if all(row[key] == other.get(key, row[key]) for row in said for other in said for key in row):
-        return []
-    rows = cast("list[dict[str, dict[str, str]]]", exchange.gather_values(own))
-    lines: list[str] = []
-    for key in dict.fromkeys(key for row in rows for key in row):
-        of_ranks = {rank: row[key] for rank, row in enumerate(rows) if key in row}
-        for name in dict.fromkeys(name for digests in of_ranks.values() for name in digests):
-            like: dict[str | None, list[int]] = {}
-            for rank, digests in of_ranks.items():
-                like.setdefault(digests.get(name), []).append(rank)
-            if len(like) > 1:
-                lines.append(f"{name} (ranks {' and '.join(map(str, like.values()))} have different ones)")
-    return lines
+    def _differing(self, *, states: bool) -> dict[tuple[str, str], dict[int, str]]:
+        """Return the state that differs among ranks that should hold equal copies: digests by rank, by name and key. Collective.
+
+        All bytes count, of parameters and (with `states`) of optimizer state. Buffers may differ by rank, and constants
+        were compared when stored.
+        """
+        view, own = self._view, dict[str, dict[tuple[str, str], str]]()
+        for region, slices in self._slices().items():
+            fqns = dict.fromkeys(piece.fqn for _, piece in slices)
+            forms = [(fqn, entry.key) for fqn in fqns if states for entry in view.schema.entries(view.params[fqn])]
+            found = {(fqn, key): view.tensor(fqn, key) for fqn, key in [*((fqn, PARAM) for fqn in fqns), *forms]}
+            there = {name: each for name, each in found.items() if each is not None}
+            own[str(region)] = dict(zip(there, digests_of([*there.values()]), strict=True))
+        # Usually all copies are equal: then one digest per region decides.
+        parts = {key: digest_of(repr(digests).encode()) for key, digests in own.items()}
+        said = cast("list[dict[str, str]]", self._exchange.gather_values(parts))
+        if all(row[key] == other.get(key, row[key]) for row in said for other in said for key in row):
+            return {}
+        rows = cast("list[dict[str, dict[tuple[str, str], str]]]", self._exchange.gather_values(own))
+        differing: dict[tuple[str, str], dict[int, str]] = {}
+        for key in dict.fromkeys(key for row in rows for key in row):
+            of_ranks = {rank: row[key] for rank, row in enumerate(rows) if key in row}
+            for name in dict.fromkeys(name for digests in of_ranks.values() for name in digests):
+                digests = {rank: each.get(name, "") for rank, each in of_ranks.items()}
+                if len(set(digests.values())) > 1:
+                    differing[name] = digests
+        return differing
 
 
 def _text(lines: list[str], view: StateView) -> str:

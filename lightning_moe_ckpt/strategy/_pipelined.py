@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from inspect import signature
+from types import SimpleNamespace
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
@@ -156,6 +157,12 @@ class PipelinedStrategy(DDPStrategy):
             self._zero_grad()
         assert self.reducer is not None
         return self._stages().train(args[0], self.reducer)
+
+    def play(self, batch: Any) -> None:
+        """Run forward and backward of all micro-batches apart from the training: nothing is reduced or kept of it."""
+        reducer: Any = SimpleNamespace(prepare=lambda **_: None)
+        with self.upstream.paused():
+            self._stages().train(batch, reducer)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

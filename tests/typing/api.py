@@ -51,6 +51,8 @@ def train(model: LightningModule) -> None:
         retention=callbacks.Retention(last=3, every_n_steps=1000, days=7),
         resume="must",
         batches="log",
+        audit_every_n_steps=1000,
+        on_fault="stop",
         stop_grace=timedelta(seconds=20),
         on_change="mine",
         freeze_heap=False,
@@ -289,6 +291,6 @@ def remedies() -> Sequence[type[errors.CheckpointError]]:
     ]
     system: list[type[OSError]] = [errors.StorageError, errors.StorageRefused, errors.KeyExists, errors.KeyMissing]
     runtime: list[type[RuntimeError]] = [errors.Fenced, errors.NoUsableGeneration]
-    others = [errors.CodecError, errors.OtherData, errors.RingFull]
+    others = [errors.CodecError, errors.OtherData, errors.RingFull, errors.SilentFault]
     make: Callable[[str], errors.CheckpointError] = errors.Corrupt
     return [type(make("")), *others, errors.CheckpointError] if values and configuration and system and runtime else []

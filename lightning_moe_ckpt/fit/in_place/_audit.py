@@ -1,0 +1,399 @@
+"""Audit steps: compare what ranks should hold alike, and have a step done twice, on another rank where there is one.
+
+Ranks that train data-parallel copies of one model have the same weights, so any of them can do what another one does. In an
+audited step, before its own, each rank plays the role of the rank at some distance (another node's, where there is one). Expert-parallel
+ranks and stages do so together. Digests of the gradients of both are compared before the optimizer steps. Where they differ, the
+step is done again, by its owner, by who played it, and by a third, and `judge` names who is wrong. All of that is undone.
+
+A run begins with a step that is only watched: whether it could be undone. Another one is played by all, by its owner too: where the
+owner's own repetition differs, kernels are not deterministic; where other ranks differ, a step depends on its rank. Neither is a fault, and
+nothing is compared then that never was equal.
+
+Invariant: what is trained with audits has the bits of what is trained without.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from enum import Enum, auto
+from typing import Any, cast
+
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+
+from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt._units import time_text
+from lightning_moe_ckpt.errors import CodecError, SilentFault
+from lightning_moe_ckpt.fit._run import FitSession
+from lightning_moe_ckpt.fit._sessions import Standing
+from lightning_moe_ckpt.fit.in_place._plays import Play, Role, gradients_aside, hold_counts, pass_on, play_step
+from lightning_moe_ckpt.fit.in_place._undo import StepUndo, Watch
+from lightning_moe_ckpt.fit.loggers._metrics import gather_in_stage, module_metrics
+from lightning_moe_ckpt.fit.loops._trainer import takes_iterator
+from lightning_moe_ckpt.process import AuditFigures, Finding, HookClock, OnFault, Trace, clocked, distance, judge
+from lightning_moe_ckpt.session import CheckpointSession
+
+log = rank_logger(__name__)
+
+_NAMED = 4
+
+
+class _Turn(Enum):
+    """What the next step is for."""
+
+    WATCHED = auto()
+    """It is only watched: whether it can be undone."""
+    FIRST = auto()
+    """It is the first to be audited, in more ways than later ones."""
+    ORDINARY = auto()
+    """It is audited if it is due."""
+
+
+class Audits:
+    """Audits of one fit's steps, at every step that `every` divides; what is found is `figures`."""
+
+    def __init__(
+        self, trainer: Trainer, module: LightningModule, run: FitSession, *, every: int, on_fault: OnFault
+    ) -> None:
+        self._trainer, self._module, self._run, self._every, self._on_fault = trainer, module, run, every, on_fault
+        self.clock: HookClock = run.clock
+        """Clock of hooks, to which audits count."""
+        self.figures = AuditFigures()
+        """Audits so far."""
+        self._session: CheckpointSession | None = None
+        self._turn, self._step = _Turn.WATCHED, -1
+        self._trusted: set[int] = set()
+        """Distances at which all ranks have agreed before."""
+        self._known: set[str] = set()
+        """Operators whose state is known to differ."""
+        self._watch: Watch | None = None
+        self._attempt: StepUndo | None = None
+        """State as the step began, of a step that is watched or audited."""
+        self._role: Role | None = None
+        self._batch: tuple[Any, int] = (None, 0)
+        self._sent: dict[int, bytes] = {}
+        """Roles of other ranks, by distance."""
+        self._plays: dict[int, Play] = {}
+        """Plays in front of the step under way, by distance."""
+        self._own: Play | None = None
+        """The step under way, as it counts."""
+        self._pace: tuple[float, float] | None = None
+        """Time, and seconds in audits, at the step behind the first audit."""
+
+    # -- hooks
+
+    @clocked
+    def batch_begins(self, batch: Any, batch_idx: int) -> None:
+        """Begin to audit the step under way, if it is due, before its own forward. Collective in a step that is due."""
+        began, step = time.perf_counter(), self._trainer.global_step + 1
+        sessions = self._run.sessions
+        if step == self._step or sessions.standing is not Standing.TOGETHER:
+            return  # a later batch of this step, or a stage that repeats steps alone
+        self._step = step
+        if sessions.now is not self._session:  # groups were made anew: ranks may be new that have watched nothing
+            self._session, self._turn, self.clock = sessions.now, _Turn.WATCHED, self._run.clock
+        self._drop()
+        self._say_cost()
+        due = self._turn is not _Turn.ORDINARY or step % self._every == 0
+        if not due or not self._exchange.all_agree(not sessions.now.replaying):
+            return
+        if self._turn is _Turn.WATCHED:
+            self._begin_watched(batch, batch_idx)
+        else:
+            self._begin_audit(batch, batch_idx)
+        self.figures = replace(self.figures, seconds=self.figures.seconds + time.perf_counter() - began)
+
+    @clocked
+    def backward_ends(self) -> None:
+        """Compare the step under way, if it is audited, before its gradients are used. Collective then."""
+        began, own = time.perf_counter(), self._own
+        if self._attempt is None:
+            return
+        if self._run.sessions.now is not self._session:  # the step was begun again, beside a stage that had failed
+            self._drop()
+            return
+        if own is None:
+            self._end_watched()
+            return
+        own.__exit__()
+        finding = self._compare(own)
+        self._drop()
+        self._turn = _Turn.ORDINARY
+        self._ended(finding, began)
+
+    def close(self) -> None:
+        """Let go of what a step under way holds."""
+        self._drop()
+
+    # -- whether steps can be played
+
+    @property
+    def _exchange(self) -> Any:
+        return self._run.session.job.exchange
+
+    def _begin_watched(self, batch: Any, batch_idx: int) -> None:
+        reasons = [*self._reasons()]
+        self._hold(batch, batch_idx)
+        if not reasons:
+            try:
+                assert self._role is not None
+                self._role.sent(buffers=False)
+            except CodecError as error:
+                reasons += [f"a batch cannot be sent to another rank: {error}"] if self._replicas > 1 else []
+        self._leave_out(reasons)
+        if self.figures.left_out:
+            self._drop()
+            self._turn = _Turn.FIRST
+
+    def _end_watched(self) -> None:
+        assert self._attempt is not None
+        lost = self._attempt.lost() or ("the module has containers that are not looked into" * self._attempt.incomplete)
+        self._leave_out([lost] if lost else [])
+        self._drop()
+        self._turn = _Turn.FIRST
+
+    def _reasons(self) -> Iterator[str]:
+        """Yield why steps of this module cannot be played."""
+        module, job = self._module, self._run.session.job
+        if not module.automatic_optimization:
+            yield "in manual optimization a step cannot be told from its optimizer"
+        if takes_iterator(self._trainer):
+            yield "`training_step(dataloader_iter)` fetches its batch itself"
+        if job.view.boxes:
+            yield "parameters are in shards"
+        if any(
+            getattr(each, "max_norm", None) is not None for each in module.modules() if isinstance(each, nn.Embedding)
+        ):
+            yield "`nn.Embedding(max_norm=...)` changes weights in forward"
+        for name, metric in module_metrics(module):
+            if metric.process_group is not None or metric.dist_sync_fn not in (None, gather_in_stage):
+                yield f"the metric `{name}` chooses by itself which ranks it asks"
+
+    def _leave_out(self, reasons: list[str]) -> None:
+        """Agree on why steps are not played, and say it once. Collective."""
+        said = cast("list[list[str]]", self._exchange.gather_values(reasons))
+        found = tuple(dict.fromkeys(reason for row in said for reason in row))
+        if found and not self.figures.left_out:
+            log.warning("audits compare state alone, and do no step twice: %s", "; ".join(found), alike=True)
+        self.figures = replace(self.figures, left_out=self.figures.left_out or found)
+
+    # -- an audit
+
+    @property
+    def _replicas(self) -> int:
+        return int(self._run.session.job.groups.dp_size)
+
+    def _at(self, distance_: int) -> int:
+        """Return the rank that holds what this one holds, so many replicas further."""
+        groups = self._run.session.job.groups
+        peers = groups.ranks("expert_data")
+        return peers[(groups.dp_rank + distance_) % len(peers)]
+
+    def _distances(self) -> list[int]:
+        """Return the distances at which roles are played: in ordinary audits the first one, in the others all."""
+        groups, hosts = self._run.session.job.groups, self._run.sessions.hosts
+        peers = {rank: each for each in groups.peers() for rank in each}
+        first = distance(hosts, peers.__getitem__, self._replicas)
+        return [first, first % (self._replicas - 1) + 1] if self._replicas > 2 else [first]
+
+    def _begin_audit(self, batch: Any, batch_idx: int) -> None:
+        session, began = self._run.session, time.perf_counter()
+        odd = session.odd_copies()
+        new = {name: ranks for name, ranks in odd.items() if name not in self._known}
+        self._known |= {*new}
+        finding = None
+        if new and self._turn is _Turn.FIRST and not self.figures.audits:
+            log.warning("not audited, since ranks begin with different ones: %s", _listed(new), alike=True)
+        elif new:
+            ranks = tuple(sorted({rank for each in new.values() for rank in each}))
+            finding = self._finding("state", ranks, tuple(new), sticky=True)
+        if odd or self.figures.left_out:  # gradients of weights that differ would differ
+            self._turn = _Turn.ORDINARY
+            self._ended(finding, began, clean=not odd)
+            return
+        self._hold(batch, batch_idx)
+        distances = self._distances()
+        for each in distances if self._turn is _Turn.FIRST else distances[:1]:
+            self._sent[each] = self._received(each)
+            self._plays[each] = self._played(each)
+        if self._turn is _Turn.FIRST:
+            self._plays[0] = self._played(0)
+        self._own = Play(self._module, session.job.operators, keeps=True)
+        self._own.__enter__()
+        session.forward_begins(self._run.sessions.last_step)
+
+    def _hold(self, batch: Any, batch_idx: int) -> None:
+        self._batch = batch, batch_idx
+        self._role = Role(self._trainer, self._module, self._run, batch, batch_idx)
+        self._watch = Watch(self._module)
+        self._attempt = StepUndo(self._trainer, self._module, self._run, batch, self._watch)
+
+    def _received(self, distance_: int) -> bytes:
+        """Return the role of the rank at a distance. Collective."""
+        assert self._role is not None
+        if self._replicas == 1:
+            return b""
+        digests = [row[0] for row in self._exchange.gather([self._role.buffers_digest()])]
+        to = self._at(-distance_)
+        sent = self._role.sent(buffers=digests[to] != digests[self._exchange.rank])
+        return pass_on(self._exchange, sent, to=to, source=self._at(distance_))
+
+    def _played(self, distance_: int, sent: bytes | None = None) -> Play:
+        """Play the role of the rank at a distance, from `sent` or what was received; 0 and no bytes: one's own. Undo it all."""
+        assert self._attempt is not None
+        assert self._role is not None
+        counts, sent = hold_counts(), self._sent.get(distance_, b"") if sent is None else sent
+        with gradients_aside(self._module):
+            batch, batch_idx = self._role.take_up(sent) if sent else self._batch
+            with Play(self._module, self._run.session.job.operators) as play:
+                play_step(self._trainer, self._module, batch, batch_idx)
+            self._attempt.undo()
+        for undo in counts:
+            undo()
+        return play
+
+    def _compare(self, own: Play) -> Finding | None:
+        """Compare the step that counts with plays of it, and look closer where they differ. Collective."""
+        first, distances = self._turn is _Turn.FIRST, [*self._plays]
+        mine = [hash_of(own), *(hash_of(self._plays[each]) for each in distances)]
+        rows = self._exchange.gather(mine)
+        peers = cast("list[list[int]]", self._exchange.gather([self._at(each) for each in distances]))
+        differing = {
+            each: [row[at + 1] != rows[source[at]][0] for row, source in zip(rows, peers, strict=True)]
+            for at, each in enumerate(distances)
+        }
+        if any(differing.get(0, ())):
+            ranks = [rank for rank, differs in enumerate(differing[0]) if differs]
+            self._leave_out(
+                [
+                    f"the same step gives other gradients on the same device, on rank {ranks}: some kernel is not deterministic"
+                ]
+            )
+            return None
+        wrong = [each for each, found in differing.items() if any(found)]
+        self._trusted |= {*distances} - {*wrong}
+        if first and wrong:
+            ranks = sorted({rank for each in wrong for rank, differs in enumerate(differing[each]) if differs})
+            log.warning(
+                "ranks %s get other gradients from the same batch than its own rank does, from the first audit on: either a step depends on "
+                "its rank, or one of these devices computes wrong. That is no finding; steps count as audited once they agree",
+                ranks,
+                alike=True,
+            )
+        if not self._trusted.issuperset(wrong):
+            return None
+        return self._triage(own) if wrong else None
+
+    def _triage(self, own: Play) -> Finding | None:
+        """Do the step again on its rank, on that which played it, and on a third, and judge. Collective."""
+        assert self._role is not None
+        rank, distances = self._exchange.rank, self._distances()
+        watch = Watch(self._module)
+        after = StepUndo(self._trainer, self._module, self._run, self._batch[0], watch)
+        with gradients_aside(self._module):
+            assert self._attempt is not None
+            self._attempt.undo()
+            whole = self._role.sent(buffers=True) if self._replicas > 1 else b""
+            traces: dict[int, list[Trace]] = {rank: [own.trace]}
+            for each, play in self._plays.items():
+                traces.setdefault(self._at(each), []).append(play.trace)
+            traces[rank] += [self._played(0, b"").trace, self._played(0, whole).trace]
+            for each in distances if self._replicas > 1 else ():
+                sent = self._sent.get(each) or self._received(each)
+                traces.setdefault(self._at(each), []).append(self._played(each, sent).trace)
+            after.undo()
+        watch.accesses.close()
+        rows = self._exchange.gather_values([[owner, played] for owner, played in traces.items()])
+        plays = {player: dict(cast("list[tuple[int, list[Trace]]]", row)) for player, row in enumerate(rows)}
+        groups = self._run.session.job.groups
+        verdict = judge(plays, lambda each: each % groups.stage_size // groups.ep_size)
+        if verdict.harmless:
+            self._leave_out([verdict.harmless])
+        if not verdict.ranks:
+            return None
+        return self._finding("compute", verdict.ranks, self._operators(own), sticky=verdict.sticky)
+
+    def _operators(self, own: Play) -> tuple[str, ...]:
+        """Return the operators whose gradients differ between the step that counts and plays of it. Collective."""
+        played = [[self._at(each), play.gradients] for each, play in self._plays.items()]
+        rows = cast("list[list[Any]]", self._exchange.gather_values([own.gradients, played]))
+        found = set[str]()
+        for _, plays in rows:
+            for owner, gradients in plays:
+                made = rows[owner][0]
+                found |= {name for name in {**made, **gradients} if made.get(name) != gradients.get(name)}
+        order = {operator.name: at for at, operator in enumerate(self._run.session.job.operators)}
+        return tuple(sorted(found, key=lambda name: (order.get(name, len(order)), name)))
+
+    def _finding(self, check: Any, ranks: tuple[int, ...], operators: tuple[str, ...], *, sticky: bool) -> Finding:
+        hosts = self._run.sessions.hosts
+        step = self._step - (check == "state")
+        who = " or ".join(f"rank {rank} on {hosts[rank]}" if hosts else f"rank {rank}" for rank in ranks)
+        what = (
+            "holds other bits than ranks that should hold the same"
+            if check == "state"
+            else "computes other gradients than it should"
+        )
+        again = "" if check == "state" else ", and does so again" if sticky else "; done again, they were right"
+        named = ", ".join(operators[:_NAMED]) + (f" and {len(operators) - _NAMED} more" * (len(operators) > _NAMED))
+        text = f"step {step}: {who} {what}{again}: {named}"
+        nodes = tuple(dict.fromkeys(hosts[rank] for rank in ranks)) if hosts else ()
+        return Finding(step=step, check=check, ranks=ranks, nodes=nodes, operators=operators, sticky=sticky, text=text)
+
+    def _ended(self, finding: Finding | None, began: float, *, clean: bool = True) -> None:
+        """Note the result of an audit, and act on it. Raises `SilentFault` if the run is to stop."""
+        figures = self.figures
+        clean = clean and finding is None and (bool(self._trusted) or bool(figures.left_out))
+        self.figures = replace(
+            figures,
+            audits=figures.audits + 1,
+            audited=self._step - 1 if clean else figures.audited,
+            findings=figures.findings + ((finding,) if finding is not None else ()),
+            seconds=figures.seconds + time.perf_counter() - began,
+        )
+        self._run.session.audit = self.figures
+        if finding is None:
+            return
+        log.error("an audit has found a fault: %s", finding.text, alike=True)
+        if self._on_fault != "warn":
+            raise SilentFault(
+                f"{finding.text}. The optimizer has not taken the step. Take that device, or its node, out of service, and start the run again; "
+                "on_fault='warn' trains on."
+            )
+
+    def _say_cost(self) -> None:
+        """Say what audits cost, two steps behind the first one."""
+        now, spent = time.perf_counter(), self.figures.seconds
+        if self._pace is None and self.figures.audits == 1 and self._turn is _Turn.ORDINARY:
+            self._pace = now, spent
+        elif self._pace is not None and self._pace[0]:
+            step = now - self._pace[0] - (spent - self._pace[1])
+            self._pace = 0.0, spent
+            log.info(
+                "an audit took %s, at a step of %s: %.2f %% of training at one in %d steps",
+                *(time_text(spent), time_text(step), 100 * spent / (spent + self._every * step), self._every),
+                alike=True,
+            )
+
+    def _drop(self) -> None:
+        """Let go of the step under way."""
+        if self._own is not None:
+            self._own.__exit__()
+        if self._watch is not None:
+            with suppress(ValueError):
+                self._watch.accesses.close()
+        self._attempt = self._role = self._own = self._watch = None
+        self._batch = None, 0
+        self._sent, self._plays = {}, {}
+
+
+def hash_of(play: Play) -> int:
+    """Return one digest of a play."""
+    return play.trace[-1][1]
+
+
+def _listed(odd: dict[str, tuple[int, ...]]) -> str:
+    return ", ".join(f"{name} (ranks {list(ranks)})" for name, ranks in [*odd.items()][:_NAMED])

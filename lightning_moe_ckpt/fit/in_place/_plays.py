@@ -1,0 +1,185 @@
+"""Play a rank's role in a step, on this rank or another one: forward and backward, of which only digests stay.
+
+What a step reads beside weights is its *role*: batch, random state, buffers, and attributes that training has changed. It travels as
+bytes. A play goes around strategy, hooks and optimizer: gradients are digested as backward makes them, before any reduction, and
+dropped. The step that counts is digested in the same places, so it is audited itself, under whatever strategy.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import Self
+from xxhash import xxh3_64_intdigest
+
+from lightning_moe_ckpt.coordination import Exchange
+from lightning_moe_ckpt.fit._run import FitSession
+from lightning_moe_ckpt.journal import HeldGenerator, capture_rng, decode, encode, restore_rng
+from lightning_moe_ckpt.operators import LoadCounter, OperatorSet
+from lightning_moe_ckpt.parallel._upstream import digests_of
+from lightning_moe_ckpt.process import MADE, Messages, Trace
+
+_WORD = 2**64
+
+
+class Play:
+    """Digests of one forward and backward while entered: messages of this rank, and gradients of `module` by operator."""
+
+    def __init__(self, module: LightningModule, operators: OperatorSet, *, keeps: bool = False) -> None:
+        self._parts: dict[str, list[tuple[str, slice]]] = {}
+        for operator in operators:
+            for piece in operator.slices:
+                self._parts.setdefault(piece.fqn, []).append((operator.name, slice(piece.start, piece.stop)))
+        self._params = {fqn: each for fqn, each in module.named_parameters() if each.requires_grad}
+        self._keeps, self._handles = keeps, list[RemovableHandle]()
+        self._messages: list[tuple[int, Tensor | int]] = []
+        self._made: list[tuple[str, Tensor | int]] = []
+
+    def __enter__(self) -> Self:
+        Messages.listener = self._hear
+        for fqn, param in self._params.items():
+            self._handles.append(param.register_hook(partial(self._take, fqn)))  # type: ignore[no-untyped-call]
+            if not self._keeps:
+                dropped = param.register_post_accumulate_grad_hook(_drop)  # type: ignore[no-untyped-call]
+                self._handles.append(dropped)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        Messages.listener = None
+        while self._handles:
+            self._handles.pop().remove()
+
+    @property
+    def gradients(self) -> dict[str, int]:
+        """Digests of gradients by operator; those of micro-batches are added up, in whatever order they came."""
+        sums: dict[str, int] = {}
+        for name, digest in self._made:
+            sums[name] = (sums.get(name, 0) + int(digest)) % _WORD
+        return dict(sorted(sums.items()))
+
+    @property
+    def trace(self) -> Trace:
+        """Digests of messages in order, and behind them that of all gradients."""
+        made = xxh3_64_intdigest(repr(self.gradients).encode()) - _WORD // 2
+        return [*([kind, int(digest)] for kind, digest in self._messages), [MADE, made]]
+
+    def _hear(self, kind: int, tensors: Sequence[Tensor]) -> None:
+        self._messages += [(kind, digest) for digest in digests_of(tensors)]
+
+    @torch.no_grad()
+    def _take(self, fqn: str, grad: Tensor) -> None:
+        flat = (grad if grad.layout is torch.strided else grad.to_dense()).detach().reshape(-1)
+        parts = self._parts.get(fqn) or [(fqn, slice(None))]
+        self._made += zip([name for name, _ in parts], digests_of([flat[part] for _, part in parts]), strict=True)
+
+
+def _drop(param: nn.Parameter) -> None:
+    param.grad = None
+
+
+@contextmanager
+def gradients_aside(module: nn.Module) -> Iterator[None]:
+    """Put gradients back behind the body; meanwhile there are none."""
+    kept = [(param, param.grad) for param in module.parameters()]
+    try:
+        for param, _ in kept:
+            param.grad = None
+        yield
+    finally:
+        for param, grad in kept:
+            param.grad = grad
+
+
+def hold_counts() -> list[Callable[[], None]]:
+    """Return functions to restore the present counts of tokens: a play is no step."""
+    return [undo for counter in [*LoadCounter.installed] for undo in counter.hold()]
+
+
+def play_step(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+    """Run a step's forward and backward, and nothing else that belongs to a step."""
+    if getattr(trainer.strategy, "pipeline_parallel", 1) > 1:
+        strategy: Any = trainer.strategy
+        strategy.play(batch)
+        return
+    arguments = trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, batch_idx)
+    name, module._current_fx_name = module._current_fx_name, "training_step"
+    with trainer.precision_plugin.train_step_context():
+        output = module.training_step(*arguments.values())
+    module._current_fx_name = name
+    loss = ClosureResult.from_training_step_output(output, trainer.accumulate_grad_batches).closure_loss
+    if loss is not None:
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        module.backward(loss if scaler is None else scaler.scale(loss))
+
+
+class Role:
+    """What this rank's step reads beside weights, as the step begins; `take_up` lets this rank have another one's."""
+
+    def __init__(self, trainer: Trainer, module: LightningModule, run: FitSession, batch: Any, batch_idx: int) -> None:
+        self._module, self._run, self._device = module, run, trainer.strategy.root_device
+        self._own = batch, batch_idx
+        wrapper: Any = trainer.model
+        if isinstance(wrapper, DistributedDataParallel) and wrapper._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]
+            wrapper._sync_buffers()  # type: ignore[no-untyped-call]  # as forward is about to do
+
+    def sent(self, *, buffers: bool) -> bytes:
+        """Return this rank's role. Raises `CodecError` for a batch with values of other types than a journal has."""
+        batch, batch_idx = self._own
+        random = dict(capture_rng(held=self._held()))
+        if "cuda" in random:
+            random["cuda"] = random["cuda"][self._device.index or 0]
+        own = {"batch": batch, "batch_idx": batch_idx, "random": random, "part": self._run.part_of_step()}
+        own["moved"] = [isinstance(each, Tensor) and each.device == self._device for each in pytree.tree_leaves(batch)]
+        return encode({**own, "buffers": dict(self._module.named_buffers()) if buffers else {}})
+
+    def buffers_digest(self) -> int:
+        """Return a digest of all buffers."""
+        found = [int(digest) for digest in digests_of([*self._module.buffers()])]
+        return xxh3_64_intdigest(repr(found).encode()) - _WORD // 2
+
+    @torch.no_grad()
+    def take_up(self, sent: bytes) -> tuple[Any, int]:
+        """Put everything in place for a role, and return its batch with its index. The caller undoes that."""
+        role = decode(sent)
+        own = dict(self._module.named_buffers())
+        for name, value in role["buffers"].items():
+            if own[name].shape == value.shape:
+                own[name].copy_(value)
+            else:
+                owner, _, key = name.rpartition(".")
+                self._module.get_submodule(owner)._buffers[key] = value.to(own[name].device)
+        self._run.take_part_of_step(role["part"])
+        random, held = role["random"], self._held()
+        if "cuda" in random:
+            here = capture_rng()
+            here["cuda"][self._device.index or 0] = random["cuda"]
+            random |= {"cuda": here["cuda"]}
+        restore_rng(random, held=held)
+        leaves, shape = pytree.tree_flatten(role["batch"])
+        pairs = zip(leaves, role["moved"], strict=True)
+        # A copy: what is decoded lies in the middle of a message, and kernels may round otherwise there.
+        leaves = [each.to(self._device, copy=True) if moves else each for each, moves in pairs]
+        return pytree.tree_unflatten(leaves, shape), role["batch_idx"]
+
+    def _held(self) -> Mapping[str, HeldGenerator]:
+        return {str(at): each for at, each in enumerate(self._run.generators())}
+
+
+def pass_on(exchange: Exchange, own: bytes, *, to: int, source: int) -> bytes:
+    """Send bytes to a rank, and return those that another one sends here. Collective."""
+    if to == exchange.rank:
+        return own
+    incoming = bytearray(exchange.gather([len(own)])[source][0])
+    exchange.transfer([(to, memoryview(own))], [(source, memoryview(incoming))])()
+    return bytes(incoming)

@@ -1,0 +1,171 @@
+"""Name the ranks that compute or hold other bits than the ranks that should have the same, from tables that all ranks have.
+
+A *role* is one rank's part of a step: its batch, random state and buffers. Its owner plays it in the step that counts, other
+ranks play it for comparison. A *trace* is what one play of a role left: the digests of all messages that it sent and received,
+in their order, and last the digest of its gradients. Where two traces part at a message that was received, another rank was
+wrong first. So of ranks that depend on each other (stages, holders of each other's experts) only the one is named whose own
+work parted from what another rank made of the same.
+
+Two plays that differ say that one is wrong, not which. Three do, and so does a rank that plays its role again and gets
+something else.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
+
+from torch import Tensor
+
+OnFault = Literal["warn", "restart", "stop"]
+
+RECEIVED, MADE = 0, 1
+"""Kinds of digests in a trace: of a message from another rank, and of what this rank computed."""
+_MOST_DISTANCES = 65
+
+Trace: TypeAlias = Sequence[Sequence[int]]
+"""Kind and digest, in order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """Bits that differ between ranks that should have the same; equal on all ranks."""
+
+    step: int
+    """Optimizer step, as its boundary is numbered, in which the ranks differed; of a state, the boundary."""
+    check: Literal["state", "compute"]
+    """Which of the two checks has found it."""
+    ranks: tuple[int, ...]
+    """Ranks at fault: one where it is known which, else all that may be."""
+    nodes: tuple[str, ...]
+    """Host names of these ranks, each once."""
+    operators: tuple[str, ...]
+    """Names of operators with differing state or gradients, in the order of the model."""
+    sticky: bool
+    """Whether the same work, done again, differed again; a state is as it is."""
+    text: str
+    """All of it in words, for logs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditFigures:
+    """Audits of one incarnation, the same on all ranks apart from seconds."""
+
+    audits: int = 0
+    """Number of audits with a result."""
+    audited: int | None = None
+    """Step of the newest clean audit of this incarnation; `None` before one."""
+    findings: tuple[Finding, ...] = ()
+    """All findings, oldest first."""
+    seconds: float = 0.0
+    """Seconds of the training thread in audits, on this rank."""
+    left_out: tuple[str, ...] = ()
+    """Why steps are not repeated on other ranks, so that state alone is compared; empty if they are."""
+
+    def document(self) -> dict[str, object]:
+        """Return the figures for the run's log; empty without audits."""
+        if not self.audits:
+            return {}
+        return {"number": self.audits, "clean": self.audited, "found": [each.text for each in self.findings]}
+
+
+class Messages:
+    """What this rank sends other ranks in forward and backward, and receives, while somebody listens."""
+
+    listener: ClassVar[Callable[[int, Sequence[Tensor]], None] | None] = None
+    """Called with `RECEIVED` or `MADE` and the tensors of each message."""
+
+
+class Verdict(NamedTuple):
+    """What plays of a step tell of those who played."""
+
+    ranks: tuple[int, ...] = ()
+    """Ranks at fault, ascending; empty if there is no fault."""
+    sticky: bool = False
+    """Whether the fault came again when the work was done again."""
+    harmless: str = ""
+    """Why a difference is no fault; empty otherwise."""
+
+
+Plays: TypeAlias = Mapping[int, Mapping[int, Sequence[Trace]]]
+"""Traces by the rank that played and the owner of the role, in the order of the plays.
+
+An owner's are the step that counts, its repetition, and that from the bytes that were sent to others."""
+
+
+def judge(plays: Plays, replica: Callable[[int], int]) -> Verdict:
+    """Return whom repeated plays show to be at fault; `replica` returns a rank's replica, which is wrong as a whole if one rank is."""
+    by_role: dict[int, dict[int, Sequence[Trace]]] = {}
+    for player, roles in plays.items():
+        for owner, traces in roles.items():
+            by_role.setdefault(owner, {})[player] = traces
+    for owner, traces_of in by_role.items():
+        own, others = traces_of[owner], [each for rank, some in traces_of.items() if rank != owner for each in some]
+        if others and own[0] == own[1] != own[2] and all(each == own[2] for each in others):
+            return Verdict(harmless=f"a step of rank {owner} depends on where its batch lies in memory")
+    varied = {
+        player
+        for player, roles in plays.items()
+        for traces in roles.values()
+        if any(_odd({0: traces[0], 1: each}) for each in traces[1:])
+    }
+    if len({replica(rank) for rank in varied}) > 1:
+        return Verdict(
+            harmless="steps differ on one and the same device, on several ranks: some kernel is not deterministic"
+        )
+    if varied:
+        later = (traces[1:] for rank in varied for traces in plays[rank].values())
+        return Verdict(tuple(sorted(varied)), any(each != some[0] for some in later for each in some))
+    odd = {rank for traces_of in by_role.values() for rank in _odd({who: some[0] for who, some in traces_of.items()})}
+    return Verdict(tuple(sorted(odd)), sticky=True)
+
+
+def _odd(traces: Mapping[int, Trace]) -> set[int]:
+    """Return who parts from the majority by own work; without a majority, all who part from each other by it."""
+    texts = {who: repr(trace) for who, trace in traces.items()}
+    (most, number), *_ = Counter(texts.values()).most_common(1)
+    if 2 * number > len(traces):
+        like = next(who for who, text in texts.items() if text == most)
+        pairs = [(who, like) for who, text in texts.items() if text != most]
+        return {who for who, _ in pairs if _is_own(traces[who], traces[like])}
+    pairs = [(a, b) for a in traces for b in traces if a < b and texts[a] != texts[b]]
+    return {who for a, b in pairs if _is_own(traces[a], traces[b]) for who in (a, b)}
+
+
+def _is_own(trace: Trace, other: Trace) -> bool:
+    """Return whether two traces part at what was computed, and not at a message from elsewhere."""
+    for mine, its in zip(trace, other, strict=False):
+        if [*mine] != [*its]:
+            return MADE in (mine[0], its[0])
+    return len(trace) != len(other)
+
+
+def distance(hosts: Sequence[str], group: Callable[[int], Sequence[int]], size: int) -> int:
+    """Return how far away in its group of `size` the rank is that plays a rank's role: on another node, where there is one.
+
+    `group` returns the ranks that hold what a rank holds, in one order for all of them.
+    """
+    if size == 1 or not hosts:
+        return min(1, size - 1)
+    groups = [group(rank) for rank in range(len(hosts))]
+
+    def elsewhere(shift: int) -> int:
+        pairs = ((rank, each[(each.index(rank) + shift) % size]) for rank, each in enumerate(groups))
+        return sum(hosts[rank] != hosts[other] for rank, other in pairs)
+
+    return max(range(1, min(size, _MOST_DISTANCES)), key=lambda shift: (elsewhere(shift), -shift))
+
+
+def odd_holders(digests: Mapping[int, str]) -> tuple[int, ...]:
+    """Return the ranks whose copy of a state is not the majority's; without a majority, all; empty if all are equal."""
+    (most, number), *_ = Counter(digests.values()).most_common(1)
+    if number == len(digests):
+        return ()
+    return tuple(sorted(rank for rank, digest in digests.items() if digest != most or 2 * number <= len(digests)))
+
+
+def shown(ranks: Collection[int], hosts: Sequence[str]) -> str:
+    """Return ranks with their hosts, in words."""
+    return " and ".join(f"rank {rank} on {hosts[rank]}" if hosts else f"rank {rank}" for rank in ranks)
