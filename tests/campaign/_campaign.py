@@ -89,6 +89,12 @@ class Campaigns:
         ]
         return self._warm.map(run_attempts, calls, patience=patience)
 
+    def run_each(self, setups: Iterable[Setup], *, timeout: float = 60.0) -> list[AttemptResult]:
+        """One life of each setup, which has to finish."""
+        setups = list(setups)
+        calls = [((each.fit,), {**_arguments(each, self._folder()), "timeout": timeout}) for each in setups]
+        return [lives[-1] for lives in self._warm.map(run_attempts, calls, patience=30.0 + timeout * len(setups))]
+
     def check(self, setup: Setup, *kills: Kill | None, **options: Any) -> list[AttemptResult]:
         """Run, and require the end of the fault-free run."""
         (lives,) = self.check_all(setup, [kills], **options)
