@@ -142,20 +142,16 @@ def _is_own(trace: Trace, other: Trace) -> bool:
     return len(trace) != len(other)
 
 
-def distance(hosts: Sequence[str], group: Callable[[int], Sequence[int]], size: int) -> int:
-    """Return how far away in its group of `size` the rank is that plays a rank's role: on another node, where there is one.
-
-    `group` returns the ranks that hold what a rank holds, in one order for all of them.
-    """
-    if size == 1 or not hosts:
-        return min(1, size - 1)
-    groups = [group(rank) for rank in range(len(hosts))]
+def distance(hosts: Sequence[str], stage_size: int, ep_size: int) -> int:
+    """Return how many replicas further the rank is that plays a rank's role: on another node, where there is one."""
+    replicas = stage_size // ep_size
 
     def elsewhere(shift: int) -> int:
-        pairs = ((rank, each[(each.index(rank) + shift) % size]) for rank, each in enumerate(groups))
+        pairs = ((rank, rank - rank % stage_size + (rank + shift * ep_size) % stage_size) for rank in range(len(hosts)))
         return sum(hosts[rank] != hosts[other] for rank, other in pairs)
 
-    return max(range(1, min(size, _MOST_DISTANCES)), key=lambda shift: (elsewhere(shift), -shift))
+    shifts = range(1, min(replicas, _MOST_DISTANCES))
+    return max(shifts, key=lambda shift: (elsewhere(shift), -shift), default=0)
 
 
 def odd_holders(digests: Mapping[int, str]) -> tuple[int, ...]:

@@ -33,6 +33,7 @@ from lightning_moe_ckpt.fit.in_place._plays import Play, Role, gradients_aside, 
 from lightning_moe_ckpt.fit.in_place._undo import StepUndo, Watch
 from lightning_moe_ckpt.fit.loggers._metrics import gather_in_stage, module_metrics
 from lightning_moe_ckpt.fit.loops._trainer import takes_iterator
+from lightning_moe_ckpt.operators import is_sharded
 from lightning_moe_ckpt.process import AuditFigures, Finding, HookClock, OnFault, Trace, clocked, distance, judge
 from lightning_moe_ckpt.session import CheckpointSession
 
@@ -157,12 +158,12 @@ class Audits:
 
     def _reasons(self) -> Iterator[str]:
         """Yield why steps of this module cannot be played."""
-        module, job = self._module, self._run.session.job
+        module = self._module
         if not module.automatic_optimization:
             yield "in manual optimization a step cannot be told from its optimizer"
         if takes_iterator(self._trainer):
             yield "`training_step(dataloader_iter)` fetches its batch itself"
-        if job.view.boxes:
+        if is_sharded(module):
             yield "parameters are in shards"
         if any(
             getattr(each, "max_norm", None) is not None for each in module.modules() if isinstance(each, nn.Embedding)
@@ -194,9 +195,8 @@ class Audits:
 
     def _distances(self) -> list[int]:
         """Return the distances at which roles are played: in ordinary audits the first one, in the others all."""
-        groups, hosts = self._run.session.job.groups, self._run.sessions.hosts
-        peers = {rank: each for each in groups.peers() for rank in each}
-        first = distance(hosts, peers.__getitem__, self._replicas)
+        groups = self._run.session.job.groups
+        first = distance(self._run.sessions.hosts, groups.stage_size, groups.ep_size)
         return [first, first % (self._replicas - 1) + 1] if self._replicas > 2 else [first]
 
     def _begin_audit(self, batch: Any, batch_idx: int) -> None:
