@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,15 +22,7 @@ from lightning_moe_ckpt.testing import Attempt, AttemptResult, Fault, difference
 from lightning_moe_ckpt.testing._fault import FaultKind, FaultPhase
 
 EVERY_STEP = (("audit_every_n_steps", 1), ("on_fault", "warn"))
-FIRST_AUDITED = 2
-"""Value of `trainer.global_step` in the first step that an audit can find a fault in: one is watched before, one tried."""
-KINDS: tuple[FaultKind, ...] = (
-    "flip_parameter",
-    "flip_moment",
-    "flip_gradient",
-    "flip_activation",
-    "wrong_products",
-)
+_PHASES: tuple[FaultPhase, ...] = ("batch_end", "after_batch_start")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,56 +69,41 @@ PLACES: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Injection:
-    """A training, and the fault in it."""
+class Answer:
+    """What audits said of one fault."""
 
     place: str
     setup: Setup
-    fault: Fault | None
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What audits said of an injection."""
-
-    injection: Injection
+    fault: Fault
     outcome: str
     """The bit that was flipped, as the injector says it; empty if it never came to that."""
-    changed: bool
-    """Whether any rank's training ends with other bits than without the fault."""
-    audits: int
-    findings: list[dict[str, Any]]
-    log: str
-
-    @property
-    def first(self) -> Mapping[str, Any]:
-        return self.findings[0] if self.findings else {}
+    findings: tuple[Mapping[str, Any], ...]
+    """Those of the step that the fault struck, and of steps behind it up to the next fault."""
 
     @property
     def exact(self) -> bool:
         """Whether every finding names the rank that was at fault, and no other."""
-        assert self.injection.fault is not None
-        return bool(self.findings) and all(each["ranks"] == [self.injection.fault.rank] for each in self.findings)
+        return bool(self.findings) and all(each["ranks"] == [self.fault.rank] for each in self.findings)
 
     @property
     def among(self) -> bool:
         """Whether every finding names the rank that was at fault."""
-        assert self.injection.fault is not None
-        return bool(self.findings) and all(self.injection.fault.rank in each["ranks"] for each in self.findings)
+        return bool(self.findings) and all(self.fault.rank in each["ranks"] for each in self.findings)
+
+    @property
+    def in_time(self) -> bool:
+        """Whether the audit of the step that was struck has found it."""
+        return bool(self.findings) and self.findings[0]["step"] == self.fault.step + 1
 
 
-def draw(seed: object, place: str | None = None, kind: FaultKind | None = None, *, batches: int = 8) -> Injection:
-    """A training and a fault in it, by a number."""
-    rng = random.Random(f"audits {seed}")
-    place = place or rng.choice([*PLACES])
-    kind = kind or rng.choice(KINDS)
-    checkpointing = rng.choice(
-        [
-            Checkpointing(policy="dense", every_n_steps=rng.randint(1, 3), arguments=EVERY_STEP),
-            Checkpointing(policy="sparse", window=rng.randint(1, 3), arguments=EVERY_STEP),
-            Checkpointing(policy="differential", every_n_steps=4, batch=2, arguments=EVERY_STEP),
-        ]
-    )
+def draw_setup(place: str, number: int, *, batches: int = 18) -> Audited:
+    """A training in a place, by a number."""
+    rng = random.Random(f"audited {place} {number}")
+    checkpointing = [
+        Checkpointing(policy="dense", every_n_steps=rng.randint(1, 3), arguments=EVERY_STEP),
+        Checkpointing(policy="sparse", window=rng.randint(1, 3), arguments=EVERY_STEP),
+        Checkpointing(policy="differential", every_n_steps=4, batch=2, arguments=EVERY_STEP),
+    ][number % 3]
     options: dict[str, Any] = {
         "batches": batches,
         "epochs": 1,
@@ -137,44 +114,66 @@ def draw(seed: object, place: str | None = None, kind: FaultKind | None = None, 
         "epoch_metrics": rng.choice([False, True]),
         "checkpointing": checkpointing,
     }
-    places = dict(PLACES[place])
-    if "stages" not in places and "model" not in places:
-        options["model"] = rng.choice(["lists", "mixtral", "stacked", "tied", "batch_norm"])
-    phase: FaultPhase = "after_batch_start" if kind != "wrong_products" else "batch_start"
-    fault = fail_at(
-        rng.randrange(places["world_size"]), rng.randint(FIRST_AUDITED + 1, batches - 3), phase, kind=kind
-    )
-    made = AuditedStages if "stages" in places else Audited
-    return Injection(place, made(**{**options, **places}), fault)
+    options |= PLACES[place]
+    if "stages" in options:
+        return AuditedStages(**{**options, "epoch_metrics": False})
+    return Audited(**{"model": rng.choice(["lists", "mixtral", "stacked", "tied", "batch_norm"]), **options})
 
 
-def inject(campaigns: Campaigns, injections: Sequence[Injection]) -> list[Answer]:
-    """Run all of them, each once, and what audits said."""
-    setups = [replace(each.setup, faults=(each.fault,) if each.fault else ()) for each in injections]  # type: ignore[call-arg]
-    lives = campaigns.run_each(setups)
-    return [_answer(campaigns, each, life) for each, life in zip(injections, lives, strict=True)]
+def draw(place: str, number: int) -> Audited:
+    """A training with six faults: two gradients and two activations, then wrong products in two steps, at last what stays wrong.
+
+    A flip that waits for its tensor from the end of a batch on strikes what is repeated of the next step, else the step itself.
+    """
+    rng, setup = random.Random(f"faults {place} {number}"), draw_setup(place, number)
+    kinds: list[FaultKind] = ["flip_gradient", "flip_activation", "flip_gradient", "flip_activation"]
+    faults = [
+        fail_at(rng.randrange(setup.world_size), 3 + 2 * at, rng.choice(_PHASES), kind=kind)
+        for at, kind in enumerate(kinds)
+    ]
+    wrong = fail_at(rng.randrange(setup.world_size), 11, rng.choice(_PHASES), kind="wrong_products", steps=2)
+    state: FaultKind = "flip_moment" if number % 2 else "flip_parameter"
+    lasting = fail_at(rng.randrange(setup.world_size), 15, rng.choice(_PHASES), kind=state)
+    return replace(setup, faults=(*faults, wrong, lasting))
 
 
-def _answer(campaigns: Campaigns, injection: Injection, life: AttemptResult) -> Answer:
-    (plain,) = campaigns.reference(injection.setup)
-    changed = any(differences(plain.end(rank), life.end(rank)) for rank in range(life.world_size))
-    struck = lines_of(life.workdir, "struck") if injection.fault is not None else []
-    figures = audits_of(life)
-    outcome = "; ".join(line["outcome"] for line in struck)
-    return Answer(injection, outcome, changed, figures["audits"], figures["findings"], life.log())
+def inject(campaigns: Campaigns, places: Sequence[str], numbers: Sequence[int]) -> list[Answer]:
+    """Run a drawn training in each place for each number, and return what audits said of each fault."""
+    pairs = [(place, draw(place, number)) for number in numbers for place in places]
+    lives = campaigns.run_each([setup for _, setup in pairs])
+    return [answer for pair, life in zip(pairs, lives, strict=True) for answer in _answers(*pair, life)]
+
+
+def _answers(place: str, setup: Audited, life: AttemptResult) -> Iterator[Answer]:
+    ends = {line["name"]: line for event in ("struck", "over") for line in lines_of(life.workdir, event)}
+    found = audits_of(life)["findings"]
+    steps = [*(fault.step for fault in setup.faults), setup.steps]
+    assert all(each["step"] > steps[0] for each in found), f"a false alarm: {found}"
+    for index, fault in enumerate(setup.faults):
+        own = tuple(each for each in found if steps[index] < each["step"] <= steps[index + 1])
+        line = ends.get(f"script {index}: {fault.kind} {fault.rank} {fault.step} {fault.phase}", {})
+        outcome = str(line.get("outcome") or f"it hit {line.get('calls', 0)} calls")
+        yield Answer(place, setup, fault, outcome, own)
+
+
+def changes(campaigns: Campaigns, answers: Sequence[Answer]) -> list[bool]:
+    """Whether each fault alone changes any bit of its training's end."""
+    alone = campaigns.run_each([replace(each.setup, faults=(each.fault,)) for each in answers])
+    found = []
+    for answer, life in zip(answers, alone, strict=True):
+        (plain,) = campaigns.reference(answer.setup)
+        found.append(any(differences(plain.end(rank), life.end(rank)) for rank in range(life.world_size)))
+    return found
 
 
 def table(answers: Sequence[Answer]) -> str:
-    """One line per place and kind: injected, changed the training's end, found, named alone, named among others."""
+    """One line per place and kind: injected, found, found by the audit of that step, named alone, named among others."""
     counts: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for each in answers:
-        fault = each.injection.fault
-        row = counts[each.injection.place, fault.kind if fault is not None else "none"]
-        row.update(injected=1, changed=each.changed, found=bool(each.findings), audits=each.audits)
-        if fault is not None:
-            row.update(exact=each.exact, among=each.among)
-    columns = ("injected", "changed", "found", "exact", "among", "audits")
+        row = counts[each.place, each.fault.kind]
+        row.update(injected=1, found=bool(each.findings), in_time=each.in_time, exact=each.exact, among=each.among)
+    columns = ("injected", "found", "in_time", "exact", "among")
     lines = [f"{'place':28}{'kind':18}" + "".join(f"{column:>9}" for column in columns)]
-    for (place, kind), row in sorted(counts.items()):
+    for (place, kind), row in [*sorted(counts.items()), (("all", ""), sum(counts.values(), Counter()))]:
         lines.append(f"{place:28}{kind:18}" + "".join(f"{row[column]:9}" for column in columns))
     return "\n".join(lines)

@@ -325,8 +325,7 @@ class Audits:
             for owner, gradients in plays:
                 made = rows[owner][0]
                 found |= {name for name in {**made, **gradients} if made.get(name) != gradients.get(name)}
-        order = {operator.name: at for at, operator in enumerate(self._run.session.job.operators)}
-        return tuple(sorted(found, key=lambda name: (order.get(name, len(order)), name)))
+        return tuple(sorted(found))
 
     def _finding(self, check: Any, ranks: tuple[int, ...], operators: tuple[str, ...], *, sticky: bool) -> Finding:
         hosts = self._run.sessions.hosts
