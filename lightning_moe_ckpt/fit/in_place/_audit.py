@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from enum import Enum, auto
 from typing import Any, cast
@@ -94,8 +93,11 @@ class Audits:
         if step == self._step or sessions.standing is not Standing.TOGETHER:
             return  # a later batch of this step, or a stage that repeats steps alone
         self._step = step
-        if sessions.now is not self._session:  # groups were made anew: ranks may be new that have watched nothing
+        if (
+            sessions.now is not self._session
+        ):  # groups were made anew: ranks may be new that know nothing of the audits before
             self._session, self._turn, self.clock = sessions.now, _Turn.WATCHED, self._run.clock
+            self._trusted, self._known = set(), set()
         self._drop()
         self._say_cost()
         due = self._turn is not _Turn.ORDINARY or step % self._every == 0
@@ -104,8 +106,8 @@ class Audits:
         if self._turn is _Turn.WATCHED:
             self._begin_watched(batch, batch_idx)
         else:
-            self._begin_audit(batch, batch_idx)
-        self.figures = replace(self.figures, seconds=self.figures.seconds + time.perf_counter() - began)
+            began += self._begin_audit(batch, batch_idx)
+            self._spent(began)
 
     @clocked
     def backward_ends(self) -> None:
@@ -123,7 +125,8 @@ class Audits:
         finding = self._compare(own)
         self._drop()
         self._turn = _Turn.ORDINARY
-        self._ended(finding, began)
+        self._spent(began)
+        self._ended(finding)
 
     def close(self) -> None:
         """Let go of what a step under way holds."""
@@ -138,12 +141,6 @@ class Audits:
     def _begin_watched(self, batch: Any, batch_idx: int) -> None:
         reasons = [*self._reasons()]
         self._hold(batch, batch_idx)
-        if not reasons:
-            try:
-                assert self._role is not None
-                self._role.sent(buffers=False)
-            except CodecError as error:
-                reasons += [f"a batch cannot be sent to another rank: {error}"] if self._replicas > 1 else []
         self._leave_out(reasons)
         if self.figures.left_out:
             self._drop()
@@ -175,11 +172,11 @@ class Audits:
 
     def _leave_out(self, reasons: list[str]) -> None:
         """Agree on why steps are not played, and say it once. Collective."""
-        said = cast("list[list[str]]", self._exchange.gather_values(reasons))
+        said = cast("list[list[str]]", self._exchange.gather_values([*self.figures.left_out, *reasons]))
         found = tuple(dict.fromkeys(reason for row in said for reason in row))
         if found and not self.figures.left_out:
             log.warning("audits compare state alone, and do no step twice: %s", "; ".join(found), alike=True)
-        self.figures = replace(self.figures, left_out=self.figures.left_out or found)
+        self.figures = replace(self.figures, left_out=found)
 
     # -- an audit
 
@@ -199,31 +196,35 @@ class Audits:
         first = distance(self._run.sessions.hosts, groups.stage_size, groups.ep_size)
         return [first, first % (self._replicas - 1) + 1] if self._replicas > 2 else [first]
 
-    def _begin_audit(self, batch: Any, batch_idx: int) -> None:
-        session, began = self._run.session, time.perf_counter()
+    def _begin_audit(self, batch: Any, batch_idx: int) -> float:
+        """Compare states, and play roles; return the seconds that the first audit takes longer than others. Collective."""
+        session = self._run.session
         odd = session.odd_copies()
         new = {name: ranks for name, ranks in odd.items() if name not in self._known}
         self._known |= {*new}
         finding = None
-        if new and self._turn is _Turn.FIRST and not self.figures.audits:
+        if new and self._turn is _Turn.FIRST:
             log.warning("not audited, since ranks begin with different ones: %s", _listed(new), alike=True)
         elif new:
             ranks = tuple(sorted({rank for each in new.values() for rank in each}))
             finding = self._finding("state", ranks, tuple(new), sticky=True)
         if odd or self.figures.left_out:  # gradients of weights that differ would differ
             self._turn = _Turn.ORDINARY
-            self._ended(finding, began, clean=not odd)
-            return
+            self._ended(finding, clean=not odd)
+            return 0.0
         self._hold(batch, batch_idx)
-        distances = self._distances()
-        for each in distances if self._turn is _Turn.FIRST else distances[:1]:
-            self._sent[each] = self._received(each)
-            self._plays[each] = self._played(each)
-        if self._turn is _Turn.FIRST:
-            self._plays[0] = self._played(0)
+        distances, more = self._distances(), 0.0
+        for each in dict.fromkeys([*distances, 0] if self._turn is _Turn.FIRST else distances[:1]):
+            began = time.perf_counter()
+            if (sent := self._received(each)) is None:
+                self._drop()
+                return 0.0
+            self._sent[each], self._plays[each] = sent, self._played(sent)
+            more += (time.perf_counter() - began) * (each != distances[0])
         self._own = Play(self._module, session.job.operators, keeps=True)
         self._own.__enter__()
         session.forward_begins(self._run.sessions.last_step)
+        return more
 
     def _hold(self, batch: Any, batch_idx: int) -> None:
         self._batch = batch, batch_idx
@@ -231,21 +232,27 @@ class Audits:
         self._watch = Watch(self._module)
         self._attempt = StepUndo(self._trainer, self._module, self._run, batch, self._watch)
 
-    def _received(self, distance_: int) -> bytes:
-        """Return the role of the rank at a distance. Collective."""
+    def _received(self, distance_: int) -> bytes | None:
+        """Return the role of the rank at a distance; nothing for one's own, `None` if some rank's batch cannot be sent. Collective."""
         assert self._role is not None
-        if self._replicas == 1:
+        if distance_ == 0:
             return b""
         digests = [row[0] for row in self._exchange.gather([self._role.buffers_digest()])]
-        to = self._at(-distance_)
-        sent = self._role.sent(buffers=digests[to] != digests[self._exchange.rank])
-        return pass_on(self._exchange, sent, to=to, source=self._at(distance_))
+        to, reasons = self._at(-distance_), list[str]()
+        try:
+            sent = self._role.sent(buffers=digests[to] != digests[self._exchange.rank])
+        except CodecError as error:
+            sent, reasons = b"", [f"a batch cannot be sent to another rank: {error}"]
+        received = pass_on(self._exchange, sent, to=to, source=self._at(distance_))
+        if received is None:
+            self._leave_out(reasons)
+        return received
 
-    def _played(self, distance_: int, sent: bytes | None = None) -> Play:
-        """Play the role of the rank at a distance, from `sent` or what was received; 0 and no bytes: one's own. Undo it all."""
+    def _played(self, sent: bytes) -> Play:
+        """Play a role from what was sent of it, one's own from nothing, and undo it all."""
         assert self._attempt is not None
         assert self._role is not None
-        counts, sent = hold_counts(), self._sent.get(distance_, b"") if sent is None else sent
+        counts = hold_counts()
         with gradients_aside(self._module):
             batch, batch_idx = self._role.take_up(sent) if sent else self._batch
             with Play(self._module, self._run.session.job.operators) as play:
@@ -265,7 +272,7 @@ class Audits:
             each: [row[at + 1] != rows[source[at]][0] for row, source in zip(rows, peers, strict=True)]
             for at, each in enumerate(distances)
         }
-        if any(differing.get(0, ())):
+        if first and any(differing.get(0, ())):
             ranks = [rank for rank, differs in enumerate(differing[0]) if differs]
             self._leave_out(
                 [
@@ -300,10 +307,11 @@ class Audits:
             traces: dict[int, list[Trace]] = {rank: [own.trace]}
             for each, play in self._plays.items():
                 traces.setdefault(self._at(each), []).append(play.trace)
-            traces[rank] += [self._played(0, b"").trace, self._played(0, whole).trace]
+            traces[rank] += [self._played(b"").trace, self._played(whole).trace]
             for each in distances if self._replicas > 1 else ():
                 sent = self._sent.get(each) or self._received(each)
-                traces.setdefault(self._at(each), []).append(self._played(each, sent).trace)
+                assert sent is not None
+                traces.setdefault(self._at(each), []).append(self._played(sent).trace)
             after.undo()
         watch.accesses.close()
         rows = self._exchange.gather_values([[owner, played] for owner, played in traces.items()])
@@ -342,7 +350,10 @@ class Audits:
         nodes = tuple(dict.fromkeys(hosts[rank] for rank in ranks)) if hosts else ()
         return Finding(step=step, check=check, ranks=ranks, nodes=nodes, operators=operators, sticky=sticky, text=text)
 
-    def _ended(self, finding: Finding | None, began: float, *, clean: bool = True) -> None:
+    def _spent(self, began: float) -> None:
+        self.figures = replace(self.figures, seconds=self.figures.seconds + time.perf_counter() - began)
+
+    def _ended(self, finding: Finding | None, *, clean: bool = True) -> None:
         """Note the result of an audit, and act on it. Raises `SilentFault` if the run is to stop."""
         figures = self.figures
         clean = clean and finding is None and (bool(self._trusted) or bool(figures.left_out))
@@ -351,7 +362,6 @@ class Audits:
             audits=figures.audits + 1,
             audited=self._step - 1 if clean else figures.audited,
             findings=figures.findings + ((finding,) if finding is not None else ()),
-            seconds=figures.seconds + time.perf_counter() - began,
         )
         self._run.session.audit = self.figures
         if finding is None:
@@ -382,8 +392,7 @@ class Audits:
         if self._own is not None:
             self._own.__exit__()
         if self._watch is not None:
-            with suppress(ValueError):
-                self._watch.accesses.close()
+            self._watch.accesses.close()
         self._attempt = self._role = self._own = self._watch = None
         self._batch = None, 0
         self._sent, self._plays = {}, {}

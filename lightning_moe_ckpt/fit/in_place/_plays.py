@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -135,7 +136,7 @@ class Role:
 
     def sent(self, *, buffers: bool) -> bytes:
         """Return this rank's role. Raises `CodecError` for a batch with values of other types than a journal has."""
-        batch, batch_idx = self._own
+        batch, batch_idx = _plain(self._own[0]), self._own[1]
         random = dict(capture_rng(held=self._held()))
         if "cuda" in random:
             random["cuda"] = random["cuda"][self._device.index or 0]
@@ -170,16 +171,32 @@ class Role:
         pairs = zip(leaves, role["moved"], strict=True)
         # A copy: what is decoded lies in the middle of a message, and kernels may round otherwise there.
         leaves = [each.to(self._device, copy=True) if moves else each for each, moves in pairs]
-        return pytree.tree_unflatten(leaves, shape), role["batch_idx"]
+        return _like(self._own[0], pytree.tree_unflatten(leaves, shape)), role["batch_idx"]
 
     def _held(self) -> Mapping[str, HeldGenerator]:
         return {str(at): each for at, each in enumerate(self._run.generators())}
 
 
-def pass_on(exchange: Exchange, own: bytes, *, to: int, source: int) -> bytes:
-    """Send bytes to a rank, and return those that another one sends here. Collective."""
-    if to == exchange.rank:
-        return own
-    incoming = bytearray(exchange.gather([len(own)])[source][0])
+def _plain(batch: Any) -> Any:
+    """Return a batch as a type that can be sent, where it is a mapping or a dataclass of another one."""
+    if is_dataclass(batch) and not isinstance(batch, type):
+        return {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return dict(batch) if isinstance(batch, Mapping) and type(batch) is not OrderedDict else batch
+
+
+def _like(own: Any, batch: Any) -> Any:
+    """Invert `_plain`: return a batch of the type that this rank's own has."""
+    if is_dataclass(own) and not isinstance(own, type):
+        return replace(own, **batch)
+    make: Any = type(own)
+    return make(batch) if isinstance(own, Mapping) and make is not dict else batch
+
+
+def pass_on(exchange: Exchange, own: bytes, *, to: int, source: int) -> bytes | None:
+    """Send bytes to a rank, and return those that another one sends here; `None` if some rank has none. Collective."""
+    sizes = [row[0] for row in exchange.gather([len(own)])]
+    if 0 in sizes:
+        return None
+    incoming = bytearray(sizes[source])
     exchange.transfer([(to, memoryview(own))], [(source, memoryview(incoming))])()
     return bytes(incoming)
