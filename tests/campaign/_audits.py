@@ -22,6 +22,7 @@ from lightning_moe_ckpt.testing import Attempt, AttemptResult, Fault, difference
 from lightning_moe_ckpt.testing._fault import FaultKind, FaultPhase
 
 EVERY_STEP = (("audit_every_n_steps", 1), ("on_fault", "warn"))
+_OF_STATE = ("flip_parameter", "flip_moment")
 _PHASES: tuple[FaultPhase, ...] = ("batch_end", "after_batch_start")
 
 
@@ -55,6 +56,10 @@ def audits_of(life: AttemptResult) -> dict[str, Any]:
     return dict(ranks[0])
 
 
+ALONE = ("2 stages, 2 replicas, EP 2", "1 replica", "1 replica, 2 stages")
+"""Places where nobody else holds some of a rank's state, or can do its work."""
+SEVERAL = ("3 ranks, DDP", "3 ranks", "4 ranks, DDP")
+"""Places where three ranks or more can do the same work, and tell who is wrong."""
 PLACES: dict[str, dict[str, Any]] = {
     "3 ranks, DDP": {"world_size": 3, "strategy": "ddp"},
     "3 ranks": {"world_size": 3},
@@ -80,6 +85,10 @@ class Answer:
     findings: tuple[Mapping[str, Any], ...]
     """Those of the step that the fault struck, and of steps behind it up to the next fault."""
 
+    def __str__(self) -> str:
+        said = [each["text"] for each in self.findings]
+        return f"{self.place}, {self.setup.checkpointing}: {self.fault}, {self.outcome}: {said}"
+
     @property
     def exact(self) -> bool:
         """Whether every finding names the rank that was at fault, and no other."""
@@ -92,8 +101,14 @@ class Answer:
 
     @property
     def in_time(self) -> bool:
-        """Whether the audit of the step that was struck has found it."""
-        return bool(self.findings) and self.findings[0]["step"] == self.fault.step + 1
+        """Whether the first audit behind the fault has found it."""
+        return bool(self.findings) and self.findings[0]["step"] == _first_seen(self.fault)
+
+
+def _first_seen(fault: Fault) -> int:
+    """The step by which the first audit behind a fault would name a finding: of a state, the boundary behind which it is looked at."""
+    at_boundary = fault.kind in _OF_STATE and fault.phase == "batch_end"
+    return fault.step if at_boundary else fault.step + 1
 
 
 def draw_setup(place: str, number: int, *, batches: int = 18) -> Audited:
@@ -147,10 +162,10 @@ def inject(campaigns: Campaigns, places: Sequence[str], numbers: Sequence[int]) 
 def _answers(place: str, setup: Audited, life: AttemptResult) -> Iterator[Answer]:
     ends = {line["name"]: line for event in ("struck", "over") for line in lines_of(life.workdir, event)}
     found = audits_of(life)["findings"]
-    steps = [*(fault.step for fault in setup.faults), setup.steps]
-    assert all(each["step"] > steps[0] for each in found), f"a false alarm: {found}"
+    steps = [*map(_first_seen, setup.faults), setup.steps + 1]
+    assert all(each["step"] >= steps[0] for each in found), f"a false alarm: {found}"
     for index, fault in enumerate(setup.faults):
-        own = tuple(each for each in found if steps[index] < each["step"] <= steps[index + 1])
+        own = tuple(each for each in found if steps[index] <= each["step"] < steps[index + 1])
         line = ends.get(f"script {index}: {fault.kind} {fault.rank} {fault.step} {fault.phase}", {})
         outcome = str(line.get("outcome") or f"it hit {line.get('calls', 0)} calls")
         yield Answer(place, setup, fault, outcome, own)
