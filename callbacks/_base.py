@@ -59,8 +59,6 @@ class ReplayHooks(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._run.batch_start()
-        if (audits := self._run.sessions.audits) is not None:
-            audits.batch_begins(batch, batch_idx)
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:

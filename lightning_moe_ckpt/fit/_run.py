@@ -489,6 +489,8 @@ class FitSession:
     def _training_step(self, step: Callable[[], Any], batch: Any) -> Any:
         """Run the user's step; in replay, run it once more with all gradients if it asks for an omitted gradient."""
         frozen = self.sessions.now.repeats.frozen
+        if self.sessions.audits is not None:  # here: behind all hooks that may change what the step reads
+            self.sessions.audits.step_begins(batch)
         if frozen is None or not frozen.leaves_out:
             return self._outcome.ask(step)
         roots, weights = [batch, *self.generators(), *self._module.buffers()], self._module.parameters()

@@ -61,8 +61,8 @@ class StepAudits(Protocol):
 
     figures: AuditFigures
 
-    def batch_begins(self, batch: Any, batch_idx: int) -> None:
-        """Called as the first callback's `on_train_batch_start` ends."""
+    def step_begins(self, arguments: tuple[Any, ...]) -> None:
+        """Called with the arguments of each training step, before it."""
 
     def backward_ends(self) -> None:
         """Called in the first callback's `on_after_backward`."""

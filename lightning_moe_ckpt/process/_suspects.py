@@ -92,7 +92,7 @@ class Verdict(NamedTuple):
 Plays: TypeAlias = Mapping[int, Mapping[int, Sequence[Trace]]]
 """Traces by the rank that played and the owner of the role, in the order of the plays.
 
-An owner's are the step that counts, its repetition, and that from the bytes that were sent to others."""
+An owner's are the step that counts, its repetitions, and last that from the bytes that were sent to others."""
 
 
 def judge(plays: Plays, replica: Callable[[int], int]) -> Verdict:
@@ -103,7 +103,7 @@ def judge(plays: Plays, replica: Callable[[int], int]) -> Verdict:
             by_role.setdefault(owner, {})[player] = traces
     for owner, traces_of in by_role.items():
         own, others = traces_of[owner], [each for rank, some in traces_of.items() if rank != owner for each in some]
-        if others and own[0] == own[1] != own[2] and all(each == own[2] for each in others):
+        if others and all(each == own[0] != own[-1] for each in own[:-1]) and all(each == own[-1] for each in others):
             return Verdict(harmless=f"a step of rank {owner} depends on where its batch lies in memory")
     varied = {
         player
@@ -116,8 +116,9 @@ def judge(plays: Plays, replica: Callable[[int], int]) -> Verdict:
             harmless="steps differ on one and the same device, on several ranks: some kernel is not deterministic"
         )
     if varied:
-        later = (traces[1:] for rank in varied for traces in plays[rank].values())
-        return Verdict(tuple(sorted(varied)), any(each != some[0] for some in later for each in some))
+        played = [traces for rank in varied for traces in plays[rank].values()]
+        again = any(len(traces) - max(map(traces.count, traces)) > 1 for traces in played)
+        return Verdict(tuple(sorted(varied)), sticky=again)
     odd = {rank for traces_of in by_role.values() for rank in _odd({who: some[0] for who, some in traces_of.items()})}
     return Verdict(tuple(sorted(odd)), sticky=True)
 

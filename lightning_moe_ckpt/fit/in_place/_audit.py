@@ -20,6 +20,7 @@ from dataclasses import replace
 from enum import Enum, auto
 from typing import Any, cast
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
@@ -28,10 +29,17 @@ from lightning_moe_ckpt._units import time_text
 from lightning_moe_ckpt.errors import CodecError, SilentFault
 from lightning_moe_ckpt.fit._run import FitSession
 from lightning_moe_ckpt.fit._sessions import Standing
-from lightning_moe_ckpt.fit.in_place._plays import Play, Role, gradients_aside, hold_counts, pass_on, play_step
+from lightning_moe_ckpt.fit.in_place._plays import (
+    Play,
+    Role,
+    gradients_aside,
+    hold_counts,
+    pass_on,
+    play_step,
+)
 from lightning_moe_ckpt.fit.in_place._undo import StepUndo, Watch
 from lightning_moe_ckpt.fit.loggers._metrics import gather_in_stage, module_metrics
-from lightning_moe_ckpt.fit.loops._trainer import takes_iterator
+from lightning_moe_ckpt.fit.loops._trainer import compiled_modules, takes_iterator
 from lightning_moe_ckpt.operators import is_sharded
 from lightning_moe_ckpt.process import AuditFigures, Finding, HookClock, OnFault, Trace, clocked, distance, judge
 from lightning_moe_ckpt.session import CheckpointSession
@@ -39,6 +47,8 @@ from lightning_moe_ckpt.session import CheckpointSession
 log = rank_logger(__name__)
 
 _NAMED = 4
+_REPEATS = 4
+"""Repetitions of a step on a device, where kernels may differ rarely."""
 
 
 class _Turn(Enum):
@@ -73,7 +83,7 @@ class Audits:
         self._attempt: StepUndo | None = None
         """State as the step began, of a step that is watched or audited."""
         self._role: Role | None = None
-        self._batch: tuple[Any, int] = (None, 0)
+        self._arguments: tuple[Any, ...] = ()
         self._sent: dict[int, bytes] = {}
         """Roles of other ranks, by distance."""
         self._plays: dict[int, Play] = {}
@@ -86,16 +96,15 @@ class Audits:
     # -- hooks
 
     @clocked
-    def batch_begins(self, batch: Any, batch_idx: int) -> None:
+    def step_begins(self, arguments: tuple[Any, ...]) -> None:
         """Begin to audit the step under way, if it is due, before its own forward. Collective in a step that is due."""
         began, step = time.perf_counter(), self._trainer.global_step + 1
         sessions = self._run.sessions
-        if step == self._step or sessions.standing is not Standing.TOGETHER:
+        is_new = sessions.now is not self._session
+        if (step == self._step and not is_new) or sessions.standing is not Standing.TOGETHER:
             return  # a later batch of this step, or a stage that repeats steps alone
         self._step = step
-        if (
-            sessions.now is not self._session
-        ):  # groups were made anew: ranks may be new that know nothing of the audits before
+        if is_new:  # groups were made anew: ranks may be new that know nothing of the audits before
             self._session, self._turn, self.clock = sessions.now, _Turn.WATCHED, self._run.clock
             self._trusted, self._known = set(), set()
         self._drop()
@@ -104,9 +113,9 @@ class Audits:
         if not due or not self._exchange.all_agree(not sessions.now.replaying):
             return
         if self._turn is _Turn.WATCHED:
-            self._begin_watched(batch, batch_idx)
+            self._begin_watched(arguments)
         else:
-            began += self._begin_audit(batch, batch_idx)
+            began += self._begin_audit(arguments)
             self._spent(began)
 
     @clocked
@@ -138,9 +147,9 @@ class Audits:
     def _exchange(self) -> Any:
         return self._run.session.job.exchange
 
-    def _begin_watched(self, batch: Any, batch_idx: int) -> None:
+    def _begin_watched(self, arguments: tuple[Any, ...]) -> None:
         reasons = [*self._reasons()]
-        self._hold(batch, batch_idx)
+        self._hold(arguments)
         self._leave_out(reasons)
         if self.figures.left_out:
             self._drop()
@@ -166,6 +175,8 @@ class Audits:
             getattr(each, "max_norm", None) is not None for each in module.modules() if isinstance(each, nn.Embedding)
         ):
             yield "`nn.Embedding(max_norm=...)` changes weights in forward"
+        if module.device.type != "cpu" and (torch.backends.cudnn.benchmark or compiled_modules(module)):
+            yield "`cudnn.benchmark`, or a compiler, chooses kernels by their time"
         for name, metric in module_metrics(module):
             if metric.process_group is not None or metric.dist_sync_fn not in (None, gather_in_stage):
                 yield f"the metric `{name}` chooses by itself which ranks it asks"
@@ -196,7 +207,7 @@ class Audits:
         first = distance(self._run.sessions.hosts, groups.stage_size, groups.ep_size)
         return [first, first % (self._replicas - 1) + 1] if self._replicas > 2 else [first]
 
-    def _begin_audit(self, batch: Any, batch_idx: int) -> float:
+    def _begin_audit(self, arguments: tuple[Any, ...]) -> float:
         """Compare states, and play roles; return the seconds that the first audit takes longer than others. Collective."""
         session = self._run.session
         odd = session.odd_copies()
@@ -212,7 +223,7 @@ class Audits:
             self._turn = _Turn.ORDINARY
             self._ended(finding, clean=not odd)
             return 0.0
-        self._hold(batch, batch_idx)
+        self._hold(arguments)
         distances, more = self._distances(), 0.0
         for each in dict.fromkeys([*distances, 0] if self._turn is _Turn.FIRST else distances[:1]):
             began = time.perf_counter()
@@ -221,16 +232,24 @@ class Audits:
                 return 0.0
             self._sent[each], self._plays[each] = sent, self._played(sent)
             more += (time.perf_counter() - began) * (each != distances[0])
+        groups = session.job.groups
+        if self._turn is _Turn.FIRST and self._replicas > 2 and groups.num_stages == 1:
+            self._leave_out(self._asked())
+        if self.figures.left_out:
+            self._drop()
+            self._turn = _Turn.ORDINARY
+            self._ended(None)
+            return more
         self._own = Play(self._module, session.job.operators, keeps=True)
         self._own.__enter__()
         session.forward_begins(self._run.sessions.last_step)
         return more
 
-    def _hold(self, batch: Any, batch_idx: int) -> None:
-        self._batch = batch, batch_idx
-        self._role = Role(self._trainer, self._module, self._run, batch, batch_idx)
+    def _hold(self, arguments: tuple[Any, ...]) -> None:
+        self._arguments = arguments
+        self._role = Role(self._trainer, self._module, self._run, arguments)
         self._watch = Watch(self._module)
-        self._attempt = StepUndo(self._trainer, self._module, self._run, batch, self._watch)
+        self._attempt = StepUndo(self._trainer, self._module, self._run, arguments, self._watch)
 
     def _received(self, distance_: int) -> bytes | None:
         """Return the role of the rank at a distance; nothing for one's own, `None` if some rank's batch cannot be sent. Collective."""
@@ -248,15 +267,22 @@ class Audits:
             self._leave_out(reasons)
         return received
 
+    def _asked(self) -> list[str]:
+        """Return why roles cannot be exchanged: sums over ranks are rounded otherwise where ranks have changed places."""
+        with Asked() as asked:
+            self._played(b"")
+        names = ", ".join(sorted(asked.found))
+        return [f"a step asks other ranks ({names}), whose roles change places in an audit"] if names else []
+
     def _played(self, sent: bytes) -> Play:
         """Play a role from what was sent of it, one's own from nothing, and undo it all."""
         assert self._attempt is not None
         assert self._role is not None
         counts = hold_counts()
         with gradients_aside(self._module):
-            batch, batch_idx = self._role.take_up(sent) if sent else self._batch
+            arguments = self._role.take_up(sent) if sent else self._arguments
             with Play(self._module, self._run.session.job.operators) as play:
-                play_step(self._trainer, self._module, batch, batch_idx)
+                play_step(self._trainer, self._module, arguments)
             self._attempt.undo()
         for undo in counts:
             undo()
@@ -299,7 +325,7 @@ class Audits:
         assert self._role is not None
         rank, distances = self._exchange.rank, self._distances()
         watch = Watch(self._module)
-        after = StepUndo(self._trainer, self._module, self._run, self._batch[0], watch)
+        after = StepUndo(self._trainer, self._module, self._run, self._arguments, watch)
         with gradients_aside(self._module):
             assert self._attempt is not None
             self._attempt.undo()
@@ -307,7 +333,8 @@ class Audits:
             traces: dict[int, list[Trace]] = {rank: [own.trace]}
             for each, play in self._plays.items():
                 traces.setdefault(self._at(each), []).append(play.trace)
-            traces[rank] += [self._played(b"").trace, self._played(whole).trace]
+            repeats = 1 if self._module.device.type == "cpu" else _REPEATS
+            traces[rank] += [self._played(sent).trace for sent in [*[b""] * repeats, whole]]
             for each in distances if self._replicas > 1 else ():
                 sent = self._sent.get(each) or self._received(each)
                 assert sent is not None
@@ -327,13 +354,15 @@ class Audits:
     def _operators(self, own: Play) -> tuple[str, ...]:
         """Return the operators whose gradients differ between the step that counts and plays of it. Collective."""
         played = [[self._at(each), play.gradients] for each, play in self._plays.items()]
-        rows = cast("list[list[Any]]", self._exchange.gather_values([own.gradients, played]))
+        names = [operator.name for operator in self._run.session.job.operators]
+        rows = cast("list[list[Any]]", self._exchange.gather_values([own.gradients, played, names]))
         found = set[str]()
-        for _, plays in rows:
+        for _, plays, _ in rows:
             for owner, gradients in plays:
                 made = rows[owner][0]
                 found |= {name for name in {**made, **gradients} if made.get(name) != gradients.get(name)}
-        return tuple(sorted(found))
+        order = dict.fromkeys(name for row in rows for name in [*row[2], *sorted(found)])
+        return tuple(name for name in order if name in found)
 
     def _finding(self, check: Any, ranks: tuple[int, ...], operators: tuple[str, ...], *, sticky: bool) -> Finding:
         hosts = self._run.sessions.hosts
@@ -394,8 +423,7 @@ class Audits:
         if self._watch is not None:
             self._watch.accesses.close()
         self._attempt = self._role = self._own = self._watch = None
-        self._batch = None, 0
-        self._sent, self._plays = {}, {}
+        self._arguments, self._sent, self._plays = (), {}, {}
 
 
 def hash_of(play: Play) -> int:

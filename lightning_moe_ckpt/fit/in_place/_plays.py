@@ -7,6 +7,7 @@ dropped. The step that counts is digested in the same places, so it is audited i
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,8 +21,9 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
-from typing_extensions import Self
+from typing_extensions import Self, override
 from xxhash import xxh3_64_intdigest
 
 from lightning_moe_ckpt.coordination import Exchange
@@ -32,6 +34,7 @@ from lightning_moe_ckpt.parallel._upstream import digests_of
 from lightning_moe_ckpt.process import MADE, Messages, Trace
 
 _WORD = 2**64
+_IN_ANY_ORDER = ("alltoall", "all_to_all", "send", "recv", "wait", "barrier", "broadcast")
 
 
 class Play:
@@ -107,40 +110,62 @@ def hold_counts() -> list[Callable[[], None]]:
     return [undo for counter in [*LoadCounter.installed] for undo in counter.hold()]
 
 
-def play_step(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+def play_step(trainer: Trainer, module: LightningModule, arguments: tuple[Any, ...]) -> None:
     """Run a step's forward and backward, and nothing else that belongs to a step."""
     if getattr(trainer.strategy, "pipeline_parallel", 1) > 1:
         strategy: Any = trainer.strategy
-        strategy.play(batch)
+        strategy.play(arguments[0])
         return
-    arguments = trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, batch_idx)
-    name, module._current_fx_name = module._current_fx_name, "training_step"
     with trainer.precision_plugin.train_step_context():
-        output = module.training_step(*arguments.values())
-    module._current_fx_name = name
+        output = module.training_step(*arguments)
     loss = ClosureResult.from_training_step_output(output, trainer.accumulate_grad_batches).closure_loss
     if loss is not None:
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         module.backward(loss if scaler is None else scaler.scale(loss))
 
 
+class Asked(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves these untyped
+    """Names of operations between ranks, while entered, whose result depends on the ranks' order; not of logged values."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: set[str] = set()
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if "c10d" in func.namespace and not name.startswith(_IN_ANY_ORDER) and not _is_logged():
+            self.found.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+def _is_logged() -> bool:
+    """Return whether Lightning is reducing a logged value."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if "logger_connector" in frame.f_code.co_filename:
+            return True
+    return False
+
+
 class Role:
     """What this rank's step reads beside weights, as the step begins; `take_up` lets this rank have another one's."""
 
-    def __init__(self, trainer: Trainer, module: LightningModule, run: FitSession, batch: Any, batch_idx: int) -> None:
+    def __init__(self, trainer: Trainer, module: LightningModule, run: FitSession, arguments: tuple[Any, ...]) -> None:
         self._module, self._run, self._device = module, run, trainer.strategy.root_device
-        self._own = batch, batch_idx
+        self._batch, self._others = arguments[0], arguments[1:]
         wrapper: Any = trainer.model
         if isinstance(wrapper, DistributedDataParallel) and wrapper._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]
             wrapper._sync_buffers()  # type: ignore[no-untyped-call]  # as forward is about to do
 
     def sent(self, *, buffers: bool) -> bytes:
         """Return this rank's role. Raises `CodecError` for a batch with values of other types than a journal has."""
-        batch, batch_idx = _plain(self._own[0]), self._own[1]
+        batch = _plain(self._batch)
         random = dict(capture_rng(held=self._held()))
         if "cuda" in random:
             random["cuda"] = random["cuda"][self._device.index or 0]
-        own = {"batch": batch, "batch_idx": batch_idx, "random": random, "part": self._run.part_of_step()}
+        own = {"batch": batch, "others": self._others, "random": random, "part": self._run.part_of_step()}
         own["moved"] = [isinstance(each, Tensor) and each.device == self._device for each in pytree.tree_leaves(batch)]
         return encode({**own, "buffers": dict(self._module.named_buffers()) if buffers else {}})
 
@@ -150,8 +175,8 @@ class Role:
         return xxh3_64_intdigest(repr(found).encode()) - _WORD // 2
 
     @torch.no_grad()
-    def take_up(self, sent: bytes) -> tuple[Any, int]:
-        """Put everything in place for a role, and return its batch with its index. The caller undoes that."""
+    def take_up(self, sent: bytes) -> tuple[Any, ...]:
+        """Put everything in place for a role, and return the arguments of its step. The caller undoes that."""
         role = decode(sent)
         own = dict(self._module.named_buffers())
         for name, value in role["buffers"].items():
@@ -171,7 +196,7 @@ class Role:
         pairs = zip(leaves, role["moved"], strict=True)
         # A copy: what is decoded lies in the middle of a message, and kernels may round otherwise there.
         leaves = [each.to(self._device, copy=True) if moves else each for each, moves in pairs]
-        return _like(self._own[0], pytree.tree_unflatten(leaves, shape)), role["batch_idx"]
+        return _like(self._batch, pytree.tree_unflatten(leaves, shape)), *role["others"]
 
     def _held(self) -> Mapping[str, HeldGenerator]:
         return {str(at): each for at, each in enumerate(self._run.generators())}
