@@ -42,7 +42,7 @@ class Finding:
     nodes: tuple[str, ...]
     """Host names of these ranks, each once."""
     operators: tuple[str, ...]
-    """Names of operators with differing state or gradients, sorted: stages have orders of their own."""
+    """Names of operators with differing state or gradients, in the order of the model."""
     sticky: bool
     """Whether the same work, done again, differed again; a state is as it is."""
     text: str
