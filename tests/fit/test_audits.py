@@ -154,7 +154,7 @@ def train(
         state = {name: each.clone() for name, each in module.state_dict().items()}
         return Fit(state, checkpoint.report.audit, error, heard.lines, monitor.latest)
 
-    return run_world(setup.ranks, work, timeout=timedelta(seconds=60), process_group=False)
+    return run_world(setup.ranks, work, timeout=timedelta(seconds=180), process_group=False)
 
 
 def alike(ranks: list[Fit], others: list[Fit]) -> bool:
@@ -163,7 +163,18 @@ def alike(ranks: list[Fit], others: list[Fit]) -> bool:
     )
 
 
-@pytest.mark.parametrize("place", ["one", "three", "experts", "stages", "sharded", "accumulated"])
+soak = pytest.mark.soak
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "one",
+        "three",
+        "stages",
+        *(pytest.param(place, marks=soak) for place in ("experts", "sharded", "accumulated")),
+    ],
+)
 def test_audited_training_has_the_same_bits(place: str, tmp_path: Path) -> None:
     """All steps but the first are audited, without a finding; random numbers, buffers and attributes are those of no audits."""
     audited, plain = train(tmp_path / "a", PLACES[place], 1), train(tmp_path / "b", PLACES[place], None)
@@ -178,16 +189,16 @@ def test_audited_training_has_the_same_bits(place: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "kind", "at", "named"),
     [
-        ("one", "gradient", 0, (0,)),
-        ("two", "output", 1, (1,)),
+        pytest.param("one", "gradient", 0, (0,), marks=soak),
+        pytest.param("two", "output", 1, (1,), marks=soak),
         ("two", "sticky", 1, (0, 1)),
-        ("ddp", "sticky", 1, (1,)),
+        pytest.param("ddp", "sticky", 1, (1,), marks=soak),
         ("three", "play", 2, (2,)),
-        ("three", "moment", 0, (0,)),
+        pytest.param("three", "moment", 0, (0,), marks=soak),
         ("experts", "output", 3, (3,)),
         ("stages", "output", 2, (2,)),
-        ("stages", "sticky", 3, (2, 3)),  # the same stage of both replicas
-        ("stages", "weight", 0, (0, 1)),
+        pytest.param("stages", "sticky", 3, (2, 3), marks=soak),  # the same stage of both replicas
+        pytest.param("stages", "weight", 0, (0, 1), marks=soak),
     ],
 )
 def test_a_fault_is_found_and_named(place: str, kind: str, at: int, named: tuple[int, ...], tmp_path: Path) -> None:
@@ -285,7 +296,7 @@ def test_steps_that_cannot_be_played_are_no_faults(
         fit(module(), rows(waves(64, 8), batch_size=8), checkpoint, max_steps=4, devices=2, strategy=strategy)
         return checkpoint.report.audit, heard.lines
 
-    found = run_world(2, work, timeout=timedelta(seconds=60), process_group=False)
+    found = run_world(2, work, timeout=timedelta(seconds=180), process_group=False)
     for audit, _ in found:
         assert not audit.findings
         assert bool(audit.left_out) is left_out

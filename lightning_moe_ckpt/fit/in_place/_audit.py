@@ -30,6 +30,7 @@ from lightning_moe_ckpt.errors import CodecError, SilentFault
 from lightning_moe_ckpt.fit._run import FitSession
 from lightning_moe_ckpt.fit._sessions import Standing
 from lightning_moe_ckpt.fit.in_place._plays import (
+    Asked,
     Play,
     Role,
     gradients_aside,
@@ -131,11 +132,11 @@ class Audits:
             self._end_watched()
             return
         own.__exit__()
-        finding = self._compare(own)
+        finding, clean = self._compare(own)
         self._drop()
         self._turn = _Turn.ORDINARY
         self._spent(began)
-        self._ended(finding)
+        self._ended(finding, clean=clean)
 
     def close(self) -> None:
         """Let go of what a step under way holds."""
@@ -288,8 +289,8 @@ class Audits:
             undo()
         return play
 
-    def _compare(self, own: Play) -> Finding | None:
-        """Compare the step that counts with plays of it, and look closer where they differ. Collective."""
+    def _compare(self, own: Play) -> tuple[Finding | None, bool]:
+        """Compare the step that counts with plays of it, and look closer where they differ. Return whether it is known to be right. Collective."""
         first, distances = self._turn is _Turn.FIRST, [*self._plays]
         mine = [hash_of(own), *(hash_of(self._plays[each]) for each in distances)]
         rows = self._exchange.gather(mine)
@@ -305,7 +306,7 @@ class Audits:
                     f"the same step gives other gradients on the same device, on rank {ranks}: some kernel is not deterministic"
                 ]
             )
-            return None
+            return None, True
         wrong = [each for each, found in differing.items() if any(found)]
         self._trusted |= {*distances} - {*wrong}
         if first and wrong:
@@ -316,9 +317,9 @@ class Audits:
                 ranks,
                 alike=True,
             )
-        if not self._trusted.issuperset(wrong):
-            return None
-        return self._triage(own) if wrong else None
+        trusted = self._trusted.issuperset(wrong)
+        finding = self._triage(own) if wrong and trusted else None
+        return finding, trusted and finding is None
 
     def _triage(self, own: Play) -> Finding | None:
         """Do the step again on its rank, on that which played it, and on a third, and judge. Collective."""
@@ -385,7 +386,6 @@ class Audits:
     def _ended(self, finding: Finding | None, *, clean: bool = True) -> None:
         """Note the result of an audit, and act on it. Raises `SilentFault` if the run is to stop."""
         figures = self.figures
-        clean = clean and finding is None and (bool(self._trusted) or bool(figures.left_out))
         self.figures = replace(
             figures,
             audits=figures.audits + 1,
