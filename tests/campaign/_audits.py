@@ -78,7 +78,9 @@ class Answer:
     """What audits said of one fault."""
 
     place: str
-    setup: Setup
+    setup: Audited
+    number: int
+    """Its position among the faults of the training."""
     fault: Fault
     outcome: str
     """The bit that was flipped, as the injector says it; empty if it never came to that."""
@@ -87,7 +89,7 @@ class Answer:
 
     def __str__(self) -> str:
         said = [each["text"] for each in self.findings]
-        return f"{self.place}, {self.setup.checkpointing}: {self.fault}, {self.outcome}: {said}"
+        return f"{self.place}, {type(self.setup).__name__}({self.setup.model}, {self.setup.precision}): {self.fault}, {self.outcome}: {said}"
 
     @property
     def exact(self) -> bool:
@@ -168,17 +170,16 @@ def _answers(place: str, setup: Audited, life: AttemptResult) -> Iterator[Answer
         own = tuple(each for each in found if steps[index] <= each["step"] < steps[index + 1])
         line = ends.get(f"script {index}: {fault.kind} {fault.rank} {fault.step} {fault.phase}", {})
         outcome = str(line.get("outcome") or f"it hit {line.get('calls', 0)} calls")
-        yield Answer(place, setup, fault, outcome, own)
+        yield Answer(place, setup, index, fault, outcome, own)
 
 
 def changes(campaigns: Campaigns, answers: Sequence[Answer]) -> list[bool]:
-    """Whether each fault alone changes any bit of its training's end."""
-    alone = campaigns.run_each([replace(each.setup, faults=(each.fault,)) for each in answers])
-    found = []
-    for answer, life in zip(answers, alone, strict=True):
-        (plain,) = campaigns.reference(answer.setup)
-        found.append(any(differences(plain.end(rank), life.end(rank)) for rank in range(life.world_size)))
-    return found
+    """Whether the end of each fault's training would be another without it; earlier faults stay, since they have moved the weights."""
+    with_it = [replace(each.setup, faults=each.setup.faults[: each.number + 1]) for each in answers]
+    without = [replace(each.setup, faults=each.setup.faults[: each.number]) for each in answers]
+    lives = campaigns.run_each([*with_it, *without])
+    pairs = zip(lives[: len(answers)], lives[len(answers) :], strict=True)
+    return [any(differences(a.end(rank), b.end(rank)) for rank in range(a.world_size)) for a, b in pairs]
 
 
 def table(answers: Sequence[Answer]) -> str:
