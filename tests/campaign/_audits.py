@@ -17,7 +17,7 @@ from typing_extensions import override
 from campaign._campaign import Campaigns
 from campaign._faults import Breaking, lines_of
 from campaign._pipelined import Pipelined
-from campaign._training import Checkpointing, Setup
+from campaign._training import Checkpointing
 from lightning_moe_ckpt.testing import Attempt, AttemptResult, Fault, differences, fail_at
 from lightning_moe_ckpt.testing._fault import FaultKind, FaultPhase
 
