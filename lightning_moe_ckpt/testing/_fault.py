@@ -21,7 +21,7 @@ FaultKind = Literal[
     "slow_storage", "storage_errors", "full_disk", "full_shared_memory", "bit_flip",
     "flip_parameter", "flip_moment", "flip_gradient", "flip_activation", "wrong_products",
 ]  # fmt: skip
-FaultPhase = Literal[TrainingPhase, "after_batch_start", "capture", "seal", "persist", "marker", "commit", "reclaim"]
+FaultPhase = Literal[TrainingPhase, "capture", "seal", "persist", "marker", "commit", "reclaim"]
 CopyAtRest = Literal["storage", "ring", "replica"]
 
 STORAGE_PHASES = frozenset({"persist", "marker", "commit", "reclaim"})
@@ -45,7 +45,8 @@ _OPTIONS = {
     "full_shared_memory": {"nbytes", "steps", "seconds"},
     "bit_flip": {"at_rest"},
     "wrong_products": {"bit", "steps", "seconds"},
-    **{kind: {"bit", "fqn"} for kind in FLIPS},
+    **{kind: {"bit", "fqn"} for kind in ("flip_parameter", "flip_moment")},
+    **{kind: {"bit", "fqn", "skip"} for kind in ("flip_gradient", "flip_activation")},
 }
 
 
@@ -65,8 +66,8 @@ class Fault:
         step: value of `trainer.global_step` from which on it strikes. The value counts before the optimizer step in phases up to
             `before_optimizer_step`, after it in the later ones. In the phases of storage, the step of the generation.
         phase: hooks: `batch_start`, `forward` (before backward), `after_backward`, `before_optimizer_step`, `batch_end`
-            and `after_batch_end` (before and after other callbacks), `validation`, `epoch_start`, `epoch_end`;
-            `after_batch_start`: as `batch_start`, but after other callbacks, and so behind an audit's repetition. Inside checkpoints: `capture` (copies of a step are under way), `seal` (the segment is about to be complete).
+            and `after_batch_end` (before and after other callbacks), `validation`, `epoch_start`, `epoch_end`. Inside
+            checkpoints: `capture` (copies of a step are under way), `seal` (the segment is about to be complete).
             Before calls of storage: `persist` (a segment), `marker` (a rank is done), `commit` (rank 0 makes a
             generation visible), `reclaim` (rank 0 deletes).
         settle: most seconds to wait, before it strikes, until checkpoints under way are stored.
@@ -83,6 +84,8 @@ class Fault:
             its node keeps for another rank.
         bit: for silent kinds: which bit of the number flips, from 0, the lowest; `None`: drawn from all bits, of a product from those
             of the mantissa.
+        skip: for `flip_gradient` and `flip_activation`: how often it is computed right before; a step that is audited computes everything twice,
+            first in another rank's place.
         fqn: for silent flips: beginning of the parameter's name, of the module's for `flip_activation`; `None`: any. What has no gradient or
             output in that step is passed over.
     """
@@ -100,6 +103,7 @@ class Fault:
     nbytes: int | None = None
     at_rest: CopyAtRest = "storage"
     bit: int | None = None
+    skip: int = 0
     fqn: str | None = None
 
     def __post_init__(self) -> None:
@@ -116,6 +120,7 @@ class Fault:
         self._require(self.nbytes is None or self.nbytes > 0, "nbytes", "bytes above 0")
         self._require(self.at_rest in get_args(CopyAtRest), "at_rest", f"one of {', '.join(get_args(CopyAtRest))}")
         self._require(self.bit is None or (_is_count(self.bit) and self.bit < 64), "bit", "a bit from 0 to 63, or None")
+        self._require(_is_count(self.skip), "skip", "a number from 0 on")
         self._require_what_the_kind_takes()
         if self.kind in SILENT and self.phase in STORAGE_PHASES:
             raise ConfigurationError(f"{self}: {self.kind} strikes in training, not in {self.phase!r}. Give a hook.")

@@ -15,6 +15,7 @@ import os
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -292,15 +293,15 @@ class LiveFlips:
         if not at:
             return _MISSING.format(fault.kind.removeprefix("flip_"), fault.fqn or "")
         handles = self._waiting[name] = list[Any]()
-        place, seen = draws.randrange(len(at)), set[str]()
+        place, seen = draws.randrange(len(at)), Counter[str]()
         for index, (key, register) in enumerate(at):
 
             def hook(*call: Any, key: str = key, early: bool = index < place) -> Tensor | None:
                 value = call[0] if trained else _output(*call)
                 if name not in self._waiting or not _can_turn(value):
                     return None
-                if early and key not in seen:
-                    seen.add(key)
+                seen[key] += 1
+                if seen[key] <= early + fault.skip:
                     return None
                 self._let_go(name)
                 value = value.clone() if trained else value  # others may have been given the same gradient

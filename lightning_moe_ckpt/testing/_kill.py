@@ -31,8 +31,8 @@ from lightning_moe_ckpt.storage import StorageCall, WrappedBackend, wrapping_bac
 T = TypeVar("T")
 StepPhase = Literal["batch_start", "forward", "after_backward", "before_optimizer_step", "batch_end", "after_batch_end"]
 TrainingPhase = Literal[StepPhase, "validation", "epoch_start", "epoch_end"]
-HookPhase = Literal[TrainingPhase, "sanity_check", "after_batch_start"]
-"""`after_batch_start`: after other callbacks' `on_train_batch_start`; `forward`: between forward and backward; `batch_end` and `after_batch_end`: before and after other callbacks'
+HookPhase = Literal[TrainingPhase, "sanity_check"]
+"""`forward`: between forward and backward; `batch_end` and `after_batch_end`: before and after other callbacks'
 `on_train_batch_end`; `validation`: at the start of a batch of it."""
 Phase = Literal[HookPhase, "random_time", "storage", "ckpt_file"]
 Strike = Callable[[], None]
@@ -131,17 +131,13 @@ class PhaseCallback(Callback):
 
 
 class LatePhase(Checkpoint):
-    """Report to `phases` the moments after every other callback's hook on a batch's start and end; add it to the same Trainer.
+    """Report to `phases` the moment after every other callback's `on_train_batch_end`; add it to the same Trainer.
 
     A `Checkpoint`, so that Lightning leaves it at the end.
     """
 
     def __init__(self, phases: PhaseCallback) -> None:
         self.phases = phases
-
-    @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
-        self.phases.reached(trainer, "after_batch_start")
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:

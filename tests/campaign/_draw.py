@@ -21,9 +21,7 @@ from campaign._training import Checkpointing
 from lightning_moe_ckpt.testing import Kill
 
 PHASES: tuple[Phase, ...] = tuple(
-    phase
-    for phase in get_args(HookPhase)
-    if phase not in {"sanity_check", "epoch_start", "epoch_end", "after_batch_start"}
+    phase for phase in get_args(HookPhase) if phase not in {"sanity_check", "epoch_start", "epoch_end"}
 )
 """Moments of a batch; those of an epoch are drawn apart."""
 

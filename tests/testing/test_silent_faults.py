@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_moe_ckpt.testing import Fault, FaultInjector, fail_at
-from lightning_moe_ckpt.testing._fault import FaultKind, FaultPhase
+from lightning_moe_ckpt.testing._fault import FaultKind
 from lightning_moe_ckpt.testing._fault_media import LastingFault, WrongProducts, turn_bit
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(litlogger|many workers|logging interval).*")
@@ -104,13 +104,13 @@ def test_a_flip_changes_the_bit_that_it_names_and_nothing_else(tmp_path: Path, k
     """All that was there before, and all of its kind, is as in a training without it; what comes after it is not."""
     right, nothing = _train(tmp_path / "right")
     assert nothing == []
-    phase: FaultPhase = "after_batch_start" if kind in ("flip_gradient", "flip_activation") else "batch_start"
+    bit = 31 if kind == "flip_activation" else 21  # what is negative is made zero behind it
     fqn = {"flip_gradient": "second", "flip_activation": "first"}.get(
         kind
     )  # nothing of the kind comes after it in a step
-    wrong, (outcome,) = _train(tmp_path / "wrong", fail_at(0, STEP, phase, kind=kind, bit=21, fqn=fqn))
+    wrong, (outcome,) = _train(tmp_path / "wrong", fail_at(0, STEP, kind=kind, bit=bit, fqn=fqn))
     what = kind.removeprefix("flip_")
-    named = re.match(rf"bit 21 of element (\d+) of ({what} \S+): (\S+) became (\S+)$", outcome)
+    named = re.match(rf"bit {bit} of element (\d+) of ({what} \S+): (\S+) became (\S+)$", outcome)
     assert named is not None, outcome
     order = ["parameter", "moment", "activation", "gradient"]
     earlier = [each for each in order[: order.index(what)] if (each, what) != ("activation", "gradient")]
@@ -119,7 +119,7 @@ def test_a_flip_changes_the_bit_that_it_names_and_nothing_else(tmp_path: Path, k
     turned = _turned(right, wrong, what)
     if what == "activation":
         turned = [each for each in turned if "second" not in each[0]]  # which has the first one's output as input
-    assert turned == [(named[2], 32 * int(named[1]) + 21)]
+    assert turned == [(named[2], 32 * int(named[1]) + bit)]
     assert right.losses[:STEP] == wrong.losses[:STEP]
     assert right.losses[-1] != wrong.losses[-1]
 
@@ -137,6 +137,17 @@ def test_what_is_never_computed_is_passed_over(tmp_path: Path, kind: FaultKind) 
     assert outcomes == []
     _, (outcome,) = _train(tmp_path / "nowhere", fail_at(0, STEP, kind=kind, fqn="third"))
     assert outcome == f"nothing to flip: there is no {kind.removeprefix('flip_')} whose name begins with `third`"
+
+
+@pytest.mark.parametrize("kind", ["flip_gradient", "flip_activation"])
+def test_a_flip_can_let_a_step_pass(tmp_path: Path, kind: FaultKind) -> None:
+    """With `skip=1` what it waits for is right once."""
+    right, _ = _train(tmp_path / "right")
+    wrong, outcomes = _train(tmp_path / "wrong", fail_at(0, STEP, kind=kind, bit=21, fqn="first", skip=1))
+    assert len(outcomes) == 1
+    assert all(_turned(right, wrong, each) == [] for each in ("activation", "gradient"))
+    assert right.losses[: STEP + 1] == wrong.losses[: STEP + 1]
+    assert right.losses != wrong.losses
 
 
 def test_an_optimizer_without_state_has_no_moment(tmp_path: Path) -> None:
