@@ -321,7 +321,9 @@ class CheckpointCallback(SharedArguments, Checkpoint):
             on_mismatch=self.on_mismatch,
         )
         resumed = self._run.begin()
-        if self.audit_every_n_steps is not None:
+        config = self._run.sessions.config
+        # Where steps of a run are only done again, nothing may be judged: that would make generations of the live run void.
+        if self.audit_every_n_steps is not None and not (config.densify or getattr(config, "rerun", None)):
             every, on_fault = self.audit_every_n_steps, self.on_fault
             self._run.sessions.audits = Audits(trainer, module, self._run, every=every, on_fault=on_fault)
         if self._lightning_resume is not None:

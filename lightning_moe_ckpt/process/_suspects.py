@@ -36,7 +36,7 @@ class Finding:
     step: int
     """Optimizer step, as its boundary is numbered, in which the ranks differed; of a state, the boundary."""
     check: Literal["state", "compute"]
-    """Which of the two checks has found it."""
+    """Name of the check that has found it."""
     ranks: tuple[int, ...]
     """Ranks at fault: one where it is known which, else all that may be."""
     nodes: tuple[str, ...]

@@ -229,13 +229,13 @@ class Audits:
         for each in dict.fromkeys([*distances, 0] if self._turn is _Turn.FIRST else distances[:1]):
             began = time.perf_counter()
             if (sent := self._received(each)) is None:
-                self._drop()
-                return 0.0
+                break
             self._sent[each], self._plays[each] = sent, self._played(sent)
             more += (time.perf_counter() - began) * (each != distances[0])
-        groups = session.job.groups
-        if self._turn is _Turn.FIRST and self._replicas > 2 and groups.num_stages == 1:
+        plain = self._replicas > 2 and session.job.groups.num_stages == 1
+        if self._turn is _Turn.FIRST and plain and not self.figures.left_out:
             self._leave_out(self._asked())
+        session.forward_begins(self._run.sessions.last_step)  # what plays have counted is none of the step's
         if self.figures.left_out:
             self._drop()
             self._turn = _Turn.ORDINARY
@@ -243,7 +243,6 @@ class Audits:
             return more
         self._own = Play(self._module, session.job.operators, keeps=True)
         self._own.__enter__()
-        session.forward_begins(self._run.sessions.last_step)
         return more
 
     def _hold(self, arguments: tuple[Any, ...]) -> None:
