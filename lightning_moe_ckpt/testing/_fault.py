@@ -35,7 +35,7 @@ OF_STORAGE = frozenset({"slow_storage", "storage_errors", "full_disk"})
 LASTING = OF_STORAGE | {"full_shared_memory", "wrong_products"}
 FLIPS = frozenset({"flip_parameter", "flip_moment", "flip_gradient", "flip_activation"})
 SILENT = FLIPS | {"wrong_products"}
-"""Kinds that change what training computes, and raise nothing."""
+"""Kinds that change numbers of training, and raise nothing."""
 _COORDINATOR_ONLY = frozenset({"commit", "reclaim"})
 _OPTIONS = {
     "sigstop": {"seconds"},
@@ -58,7 +58,7 @@ class Fault:
         kind: `sigkill`: the process dies. `sigstop`: it stands still. `node_loss`, `rack_loss`: all processes of the
             rank's node or rack die, and the run's files in their shared memory are removed. `slow_storage`,
             `storage_errors`, `full_disk`: this rank's storage is impaired. `full_shared_memory`: its free part is filled.
-            `bit_flip`: one bit of a stored copy flips. Silent, on this rank alone, in what it trains with: `flip_parameter`,
+            `bit_flip`: one bit of a stored copy flips. Silent, in the training of this rank alone: `flip_parameter`,
             `flip_moment`: one bit of a parameter or of the optimizer's state of it flips; `flip_gradient`: of the next gradient that
             backward finds of a parameter, before reduction; `flip_activation`: of the next output of a module in training, seen also by
             its backward; `wrong_products`: one bit in each product of matrices, forward and backward, while it lasts.
@@ -82,12 +82,12 @@ class Fault:
         nbytes: for `full_shared_memory`: most bytes to take, whatever is free.
         at_rest: for `bit_flip`: where the bit is: the newest generation in storage, the rank's own ring, or a replica that
             its node keeps for another rank.
-        bit: for silent kinds: which bit of the number flips, from 0, the lowest; `None`: drawn from all bits, of a product from those
+        bit: for silent kinds: number of the bit, from 0, the lowest; `None`: drawn from all bits, of a product from those
             of the mantissa.
         skip: for `flip_gradient` and `flip_activation`: how often it is computed right before; a step that is audited computes everything twice,
             first in another rank's place.
-        fqn: for silent flips: beginning of the parameter's name, of the module's for `flip_activation`; `None`: any. What has no gradient or
-            output in that step is passed over.
+        fqn: for silent flips: beginning of the parameter's name, of the module's for `flip_activation`; `None`: any. Parameters without a gradient
+            and modules without an output in that step are passed over.
     """
 
     kind: FaultKind = "sigkill"

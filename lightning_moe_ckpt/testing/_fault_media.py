@@ -1,6 +1,6 @@
 """Faults of media: storage that is slow, fails or is full, shared memory that is taken, and bits that turn, at rest or in training.
 
-What turns in training turns under autograd and versions of tensors, as a faulty device has it: nothing but the numbers says so.
+Bits in training turn unseen by autograd and by versions of tensors, as in a faulty device: nothing but the numbers says so.
 
 Faults of storage stand below the retries of `open_backend`, where failures of a real medium come from, and act on
 whatever is stored or read meanwhile, restores included.
