@@ -19,6 +19,7 @@ from lightning_moe_ckpt.testing._kill import StepPhase, TrainingPhase
 FaultKind = Literal[
     "sigkill", "sigstop", "node_loss", "rack_loss",
     "slow_storage", "storage_errors", "full_disk", "full_shared_memory", "bit_flip",
+    "flip_parameter", "flip_moment", "flip_gradient", "flip_activation", "wrong_products",
 ]  # fmt: skip
 FaultPhase = Literal[TrainingPhase, "capture", "seal", "persist", "marker", "commit", "reclaim"]
 CopyAtRest = Literal["storage", "ring", "replica"]
@@ -31,7 +32,10 @@ FATAL = NODE_LOSSES | {"sigkill"}
 """Kinds after which the job has to start again."""
 OF_STORAGE = frozenset({"slow_storage", "storage_errors", "full_disk"})
 """Kinds that last for a time and act on calls of the backend."""
-LASTING = OF_STORAGE | {"full_shared_memory"}
+LASTING = OF_STORAGE | {"full_shared_memory", "wrong_products"}
+FLIPS = frozenset({"flip_parameter", "flip_moment", "flip_gradient", "flip_activation"})
+SILENT = FLIPS | {"wrong_products"}
+"""Kinds that change numbers of training, and raise nothing."""
 _COORDINATOR_ONLY = frozenset({"commit", "reclaim"})
 _OPTIONS = {
     "sigstop": {"seconds"},
@@ -40,6 +44,9 @@ _OPTIONS = {
     "full_disk": {"steps", "seconds"},
     "full_shared_memory": {"nbytes", "steps", "seconds"},
     "bit_flip": {"at_rest"},
+    "wrong_products": {"bit", "steps", "seconds"},
+    **{kind: {"bit", "fqn"} for kind in ("flip_parameter", "flip_moment")},
+    **{kind: {"bit", "fqn", "skip"} for kind in ("flip_gradient", "flip_activation")},
 }
 
 
@@ -51,7 +58,10 @@ class Fault:
         kind: `sigkill`: the process dies. `sigstop`: it stands still. `node_loss`, `rack_loss`: all processes of the
             rank's node or rack die, and the run's files in their shared memory are removed. `slow_storage`,
             `storage_errors`, `full_disk`: this rank's storage is impaired. `full_shared_memory`: its free part is filled.
-            `bit_flip`: one bit of a stored copy flips.
+            `bit_flip`: one bit of a stored copy flips. Silent, in the training of this rank alone: `flip_parameter`,
+            `flip_moment`: one bit of a parameter or of the optimizer's state of it flips; `flip_gradient`: of the next gradient that
+            backward finds of a parameter, before reduction; `flip_activation`: of the next output of a module in training, seen also by
+            its backward; `wrong_products`: one bit in each product of matrices, forward and backward, while it lasts.
         rank: rank on which it strikes; `all`: every rank, each when it reaches the place.
         step: value of `trainer.global_step` from which on it strikes. The value counts before the optimizer step in phases up to
             `before_optimizer_step`, after it in the later ones. In the phases of storage, the step of the generation.
@@ -72,6 +82,12 @@ class Fault:
         nbytes: for `full_shared_memory`: most bytes to take, whatever is free.
         at_rest: for `bit_flip`: where the bit is: the newest generation in storage, the rank's own ring, or a replica that
             its node keeps for another rank.
+        bit: for silent kinds: number of the bit, from 0, the lowest; `None`: drawn from all bits, of a product from those
+            of the mantissa.
+        skip: for `flip_gradient` and `flip_activation`: how often it is computed right before; a step that is audited computes everything twice,
+            first in another rank's place.
+        fqn: for silent flips: beginning of the parameter's name, of the module's for `flip_activation`; `None`: any. Parameters without a gradient
+            and modules without an output in that step are passed over.
     """
 
     kind: FaultKind = "sigkill"
@@ -86,6 +102,9 @@ class Fault:
     probability: float | None = None
     nbytes: int | None = None
     at_rest: CopyAtRest = "storage"
+    bit: int | None = None
+    skip: int = 0
+    fqn: str | None = None
 
     def __post_init__(self) -> None:
         self._require(self.kind in get_args(FaultKind), "kind", f"one of {', '.join(get_args(FaultKind))}")
@@ -100,7 +119,11 @@ class Fault:
         self._require(self.probability is None or 0 <= self.probability <= 1, "probability", "from 0 to 1")
         self._require(self.nbytes is None or self.nbytes > 0, "nbytes", "bytes above 0")
         self._require(self.at_rest in get_args(CopyAtRest), "at_rest", f"one of {', '.join(get_args(CopyAtRest))}")
+        self._require(self.bit is None or (_is_count(self.bit) and self.bit < 64), "bit", "a bit from 0 to 63, or None")
+        self._require(_is_count(self.skip), "skip", "a number from 0 on")
         self._require_what_the_kind_takes()
+        if self.kind in SILENT and self.phase in STORAGE_PHASES:
+            raise ConfigurationError(f"{self}: {self.kind} strikes in training, not in {self.phase!r}. Give a hook.")
         if self.settle and self.phase in STORAGE_PHASES:
             raise ConfigurationError(
                 f"{self} would wait for itself: {self.phase!r} is part of storing. Leave out `settle`."

@@ -32,9 +32,11 @@ from lightning_moe_ckpt.session._capture import CaptureSession
 from lightning_moe_ckpt.storage import WrappedBackend, wrapping_backends
 from lightning_moe_ckpt.testing import _fault_process
 from lightning_moe_ckpt.testing._fault import (
+    FLIPS,
     LASTING,
     NODE_LOSSES,
     OF_STORAGE,
+    SILENT,
     Fault,
     FaultPhase,
     RandomFaults,
@@ -43,8 +45,10 @@ from lightning_moe_ckpt.testing._fault import (
 )
 from lightning_moe_ckpt.testing._fault_media import (
     LastingFault,
+    LiveFlips,
     StorageFaults,
     TakenMemory,
+    WrongProducts,
     flip_memory_bit,
     flip_stored_bit,
 )
@@ -162,7 +166,8 @@ class _Campaign:
             injector.faults, injector.random, rank=rank, world_size=world_size, fired=fired(folder)
         )
         checkpoints = [callback for callback in callbacks_of(trainer) if isinstance(callback, CheckpointCallback)]
-        self._effects = Effects(self._record, checkpoints[0] if checkpoints else None)
+        flips = LiveFlips(trainer, self._struck)
+        self._effects = Effects(self._record, checkpoints[0] if checkpoints else None, flips)
         self._effects.go_on(self._lines)
         self._storage = StorageFaults(self._effects.of_storage, self._strike_due)
         self._closing = threading.Event()
@@ -239,8 +244,11 @@ class _Campaign:
         )
         outcome = self._effects.strike(scheduled.name, fault, step)
         if outcome:
-            log.warning("%s: %s", fault.kind, outcome)
-            self._record.write("struck", name=scheduled.name, outcome=outcome)
+            self._struck(scheduled.name, fault, outcome)
+
+    def _struck(self, name: str, fault: Fault, outcome: str) -> None:
+        log.warning("%s: %s", fault.kind, outcome)
+        self._record.write("struck", name=name, outcome=outcome)
 
     # -- the thread of faults at a time
 
@@ -251,7 +259,7 @@ class _Campaign:
                 assert scheduled.seconds is not None
                 if self._closing.wait(max(0.0, began + scheduled.seconds - time.monotonic())):
                     return
-                if scheduled.fault.kind == "bit_flip":
+                if scheduled.fault.kind in SILENT | {"bit_flip"}:
                     self._schedule.wait_for_hook(scheduled)  # memory is recycled between hooks
                 else:
                     self._strike(scheduled, "any_time", self._trainer.global_step)
@@ -262,8 +270,8 @@ class _Campaign:
 class Effects:
     """Means to carry out faults, and to end those with a duration. Storage and memory of `checkpoints` are damaged."""
 
-    def __init__(self, record: FaultRecord, checkpoints: CheckpointCallback | None) -> None:
-        self._record, self._checkpoints = record, checkpoints
+    def __init__(self, record: FaultRecord, checkpoints: CheckpointCallback | None, flips: LiveFlips) -> None:
+        self._record, self._checkpoints, self._flips = record, checkpoints, flips
         self._lasting: list[LastingFault] = []
         self._lock = threading.Lock()
 
@@ -305,6 +313,8 @@ class Effects:
             stop(fault.seconds)
         elif fault.kind == "bit_flip":
             return self._flip(name, fault)
+        elif fault.kind in FLIPS:
+            return self._flips.strike(name, fault)
         else:
             lost = self._lost(fault)
             self._lose_node(name, lost, self._own_node(lost) or "")
@@ -354,7 +364,9 @@ class Effects:
 
     def _begin(self, lasting: LastingFault) -> None:
         if lasting.fault.kind == "full_shared_memory":
-            lasting.memory = TakenMemory(shared_directory(), lasting.fault.nbytes or 0)
+            lasting.held = TakenMemory(shared_directory(), lasting.fault.nbytes or 0)
+        if lasting.fault.kind == "wrong_products":
+            lasting.held = WrongProducts(lasting)
         with self._lock:
             self._lasting.append(lasting)
 
@@ -387,6 +399,7 @@ class Effects:
 
     def close(self) -> None:
         """End all active faults."""
+        self._flips.close()
         with self._lock:
             ended, self._lasting = self._lasting, []
         for each in ended:

@@ -1,4 +1,6 @@
-"""Faults of media: storage that is slow, fails or is full, shared memory that is taken, and bits that turn at rest.
+"""Faults of media: storage that is slow, fails or is full, shared memory that is taken, and bits that turn, at rest or in training.
+
+Bits in training turn unseen by autograd and by versions of tensors, as in a faulty device: nothing but the numbers says so.
 
 Faults of storage stand below the retries of `open_backend`, where failures of a real medium come from, and act on
 whatever is stored or read meanwhile, restores included.
@@ -13,12 +15,21 @@ import os
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeGuard, TypeVar
+
+import numpy as np
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
 from lightning_moe_ckpt.errors import Corrupt, StorageError, StorageRefused
+from lightning_moe_ckpt.operators import memory_of, stepped_parameters
 from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, MemoryMarker, Retrying, RingHeader, RunView, StorageCall
 from lightning_moe_ckpt.storage._names import COMMITTED, parse_marker_name, parse_snap_key
 from lightning_moe_ckpt.storage._open import open_without_retries
@@ -43,8 +54,8 @@ class LastingFault:
     """Seconds since 1970 at which the fault began, so that the fault can outlast a process."""
     calls: int = 0
     """Calls of storage that the fault delayed or failed in this attempt."""
-    memory: TakenMemory | None = None
-    """Shared memory filled by the fault."""
+    held: TakenMemory | WrongProducts | None = None
+    """Shared memory filled by the fault, or the arithmetic that it changes."""
     draws: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
@@ -61,9 +72,9 @@ class LastingFault:
         return self.fault.seconds is not None
 
     def release(self) -> None:
-        """Give taken memory back."""
-        if self.memory is not None:
-            self.memory.release()
+        """Give taken memory back, or let products be right again."""
+        if self.held is not None:
+            self.held.release()
 
 
 class StorageFaults:
@@ -214,3 +225,142 @@ class TakenMemory:
     def release(self) -> None:
         """Give the memory back."""
         os.close(self._file)
+
+
+# -- in training
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MISSING = "nothing to flip: there is no {} whose name begins with `{}`"
+_PRODUCTS = ["mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "_addmm_activation", "_scaled_mm", "_grouped_mm"]
+
+
+def turn_bit(tensor: Tensor, element: int, bit: int) -> Tensor:
+    """Flip a bit of one element, counted row by row, and return the element. Autograd does not see it, and the tensor's version stays."""
+    memory, width = memory_of(tensor), 8 * tensor.element_size()
+    place = np.unravel_index(element, tuple(memory.shape))
+    offset = memory.storage_offset() + sum(int(at) * step for at, step in zip(place, memory.stride(), strict=True))
+    # Not by `.data`, which is what code does that edits weights: who watches for that is not to see this.
+    found = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(memory.untyped_storage(), offset, (), ())
+    found.view(_INTEGERS[tensor.element_size()]).bitwise_xor_(1 << bit if bit < width - 1 else -(1 << bit))
+    return found
+
+
+def _can_turn(value: object) -> TypeGuard[Tensor]:
+    return (
+        isinstance(value, Tensor) and value.is_floating_point() and not value.is_meta and bool(memory_of(value).numel())
+    )
+
+
+class LiveFlips:
+    """Flips of single bits in the memory of one rank's training. `tell` gets the outcome of a fault that had to wait."""
+
+    def __init__(self, trainer: Trainer, tell: Callable[[str, Fault, str], None]) -> None:
+        self._trainer, self._tell = trainer, tell
+        self._waiting: dict[str, list[Any]] = {}
+        """Handles of the hooks that wait for a gradient or an output, by fault."""
+
+    def strike(self, name: str, fault: Fault) -> str:
+        """Flip a bit, or wait for the tensor. Return text for the log, empty if it waits."""
+        draws, fqn, module = random.Random(name), fault.fqn or "", self._trainer.lightning_module
+        trained = {key: param for key, param in module.named_parameters() if param.requires_grad}
+        if fault.kind == "flip_gradient":
+            last_first = [(key, trained[key].register_hook) for key in reversed(trained) if key.startswith(fqn)]
+            return self._wait(name, fault, draws, last_first, trained)
+        if fault.kind == "flip_activation":
+            leaves = [(key, each) for key, each in module.named_modules() if not any(each.children())]
+            leaves = [(key, each.register_forward_hook) for key, each in leaves if key.startswith(fqn)]
+            return self._wait(name, fault, draws, leaves, {})
+        found: dict[str, Tensor] = dict(trained)
+        if fault.kind == "flip_moment":
+            stepped, states = stepped_parameters(module), [each.state for each in self._trainer.optimizers]
+            held = [(key, state[stepped[key]]) for key in trained for state in states if stepped[key] in state]
+            found = {f"{key}/{part}": value for key, of in held for part, value in of.items() if part != "step"}
+        choice = [key for key, value in found.items() if key.startswith(fqn) and _can_turn(value)]
+        if not choice:
+            return _MISSING.format(fault.kind.removeprefix("flip_"), fqn)
+        chosen = draws.choice(choice)
+        return self._flip(fault, draws, chosen, found[chosen])
+
+    def close(self) -> None:
+        """Wait no more."""
+        for name in [*self._waiting]:
+            self._let_go(name)
+
+    def _wait(
+        self, name: str, fault: Fault, draws: random.Random, at: Sequence[Any], trained: Mapping[str, Any]
+    ) -> str:
+        """Flip a bit of the first value from a drawn place of `at` on, or of any when a pass through them has not met one."""
+        if not at:
+            return _MISSING.format(fault.kind.removeprefix("flip_"), fault.fqn or "")
+        handles = self._waiting[name] = list[Any]()
+        place, seen = draws.randrange(len(at)), Counter[str]()
+        for index, (key, register) in enumerate(at):
+
+            def hook(*call: Any, key: str = key, early: bool = index < place) -> Tensor | None:
+                value = call[0] if trained else _output(*call)
+                if name not in self._waiting or not _can_turn(value):
+                    return None
+                seen[key] += 1
+                if seen[key] <= early + fault.skip:
+                    return None
+                self._let_go(name)
+                value = value.clone() if trained else value  # others may have been given the same gradient
+                self._tell(name, fault, self._flip(fault, draws, key, value))
+                return value if trained else None
+
+            handles.append(register(hook))
+            if trained:  # before all that look at the gradient
+                hooks = trained[key]._backward_hooks  # noqa: SLF001
+                others = [hooks.popitem(last=False) for _ in range(len(hooks) - 1)]
+                hooks.update(others)
+        return ""
+
+    def _let_go(self, name: str) -> None:
+        for handle in self._waiting.pop(name):
+            handle.remove()
+
+    def _flip(self, fault: Fault, draws: random.Random, key: str, value: Tensor) -> str:
+        element, width = draws.randrange(memory_of(value).numel()), 8 * value.element_size()
+        bit = draws.randrange(width) if fault.bit is None else min(fault.bit, width - 1)
+        after = float(turn_bit(value, element, bit))
+        before = float(turn_bit(value, element, bit))
+        turn_bit(value, element, bit)
+        return (
+            f"bit {bit} of element {element} of {fault.kind.removeprefix('flip_')} {key}: {before!r} became {after!r}"
+        )
+
+
+def _output(module: nn.Module, args: tuple[Any, ...], output: Any) -> object:
+    """Return the first output that has memory of its own and takes part in backward; `None` if there is none."""
+    known = [value for value in [*args, *module.parameters(), *module.buffers()] if isinstance(value, Tensor)]
+    taken = {value.untyped_storage().data_ptr() for value in known}
+    for value in output if isinstance(output, (tuple, list)) else [output]:
+        if _can_turn(value) and value.requires_grad and value.untyped_storage().data_ptr() not in taken:
+            return value
+    return None
+
+
+class WrongProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    """One bit of one number is wrong in each product of matrices that this thread begins, with their backward, until `release`.
+
+    The place is the same for all products of one size. Products inside compiled code and fused attention are right.
+    """
+
+    def __init__(self, lasting: LastingFault) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._lasting, self._place, self._share = lasting, lasting.draws.random(), lasting.draws.random()
+        self.__enter__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in _PRODUCTS and _can_turn(result):
+            mantissa = round(-np.log2(torch.finfo(result.dtype).eps))
+            bit = int(self._share * mantissa) if self._lasting.fault.bit is None else self._lasting.fault.bit
+            turn_bit(result, int(self._place * memory_of(result).numel()), min(bit, 8 * result.element_size() - 1))
+            self._lasting.calls += 1
+        return result
+
+    def release(self) -> None:
+        """Compute right again."""
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch leaves it untyped

@@ -89,6 +89,16 @@ class Campaigns:
         ]
         return self._warm.map(run_attempts, calls, patience=patience)
 
+    def run_each(self, setups: Iterable[Setup], *, timeout: float = 60.0) -> list[AttemptResult]:
+        """One life of each setup, which has to finish."""
+        setups = list(setups)
+        calls = [((each.fit,), {**_arguments(each, self._folder()), "timeout": timeout}) for each in setups]
+        return [lives[-1] for lives in self._warm.map(run_attempts, calls, patience=30.0 + timeout * len(setups))]
+
+    def require_same_end(self, setup: Setup, lives: list[AttemptResult], **options: Any) -> None:
+        """Require of lives that ran `setup` the end of the fault-free run."""
+        _require_same_end(self.reference(setup, _origin(lives), **options), lives, [])
+
     def check(self, setup: Setup, *kills: Kill | None, **options: Any) -> list[AttemptResult]:
         """Run, and require the end of the fault-free run."""
         (lives,) = self.check_all(setup, [kills], **options)

@@ -61,6 +61,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"kind": "full_disk", "probability": 0.5}, "full_disk has no probability. It takes seconds, steps."),
     ({"phase": "commit", "rank": 1}, "only rank 0 gets to 'commit'"),
     ({"phase": "persist", "settle": 1.0}, "would wait for itself"),
+    ({"kind": "flip_gradient", "phase": "persist"}, "flip_gradient strikes in training, not in 'persist'"),
+    ({"kind": "flip_moment", "bit": 64}, "a bit from 0 to 63, or None"),
+    ({"kind": "flip_activation", "steps": 2}, "flip_activation has no steps. It takes bit, fqn, skip."),
+    ({"kind": "flip_gradient", "skip": -1}, "a number from 0 on"),
+    ({"kind": "wrong_products", "fqn": "head"}, "wrong_products has no fqn. It takes bit, seconds, steps."),
 ]
 
 

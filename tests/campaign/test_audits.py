@@ -1,0 +1,63 @@
+"""Audits find devices that compute or hold wrong bits, name them, and raise no false alarm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from campaign._audits import ALONE, PLACES, SEVERAL, Answer, audits_of, changes, draw, draw_setup, inject, table
+from campaign._campaign import Campaigns
+
+
+@pytest.fixture(scope="module")
+def everything() -> Iterator[list[Answer]]:
+    """Answers of all trainings, whose table is printed at the end."""
+    answers: list[Answer] = []
+    yield answers
+    print(f"\n{table(answers)}")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("number", range(5))
+def test_injected_faults_are_found_and_named(campaigns: Campaigns, everything: list[Answer], number: int) -> None:
+    """Five kinds in nine places; what is not found has changed no bit, or there is nobody to compare with."""
+    answers = inject(campaigns, [*PLACES], [number])
+    everything += answers
+    missed = [each for each in answers if not each.findings]
+    can_be = [each for each in missed if each.place not in ALONE or each.fault.kind == "flip_gradient"]
+    seen = [each for each, changed in zip(can_be, changes(campaigns, can_be), strict=True) if changed]
+    others = [each for each in answers if each.findings and not (each.among and each.in_time)]
+    unsure = [each for each in answers if each.findings and each.place in SEVERAL and not each.exact]
+    print(f"\n{len(missed)} not found, {len(can_be) - len(seen)} of which changed no bit:", *missed, sep="\n")
+    assert not seen, f"not found: {[*map(str, seen)]}"
+    assert not others, f"named late, or another rank: {[*map(str, others)]}"
+    assert not unsure, f"not named alone: {[*map(str, unsure)]}"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("place", PLACES)
+def test_audits_without_faults_raise_no_alarm(campaigns: Campaigns, place: str) -> None:
+    """Whatever is trained, and each training ends in the bits of one without audits."""
+    setups = [draw_setup(place, number, batches=200) for number in range(3)]
+    lives = campaigns.run_each(setups, timeout=300.0)
+    for setup, life in zip(setups, lives, strict=True):
+        found = audits_of(life)
+        print(f"\n{place}: {found['audits']} audits, left out: {found['left_out']}")
+        assert (found["audits"], found["findings"], found["left_out"]) == (setup.steps - 1, [], [])
+        campaigns.require_same_end(setup, [life], timeout=300.0)
+
+
+def test_a_device_that_multiplies_wrong_is_named(campaigns: Campaigns) -> None:
+    """Of three, in the audit of the step in which it begins; before that, and in the bits of the training, audits leave no trace."""
+    drawn = draw("3 ranks", 1)
+    answers = inject(campaigns, ["3 ranks"], [1])
+    assert [each.fault for each in answers] == [*drawn.faults]
+    assert all(each.exact and each.in_time for each in answers), [*map(str, answers)]
+    (clean,) = campaigns.run_each([replace(drawn, faults=())])
+    found = audits_of(clean)
+    assert (found["audits"], found["findings"], found["left_out"]) == (drawn.steps - 1, [], [])
+    campaigns.require_same_end(drawn, [clean])
