@@ -24,11 +24,13 @@ from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Fence
 from lightning_moe_ckpt.fit import FitSession, InPlace, OnlyBeats, WatchedData, can_rejoin, supervisor
 from lightning_moe_ckpt.fit._callbacks import tries_only
 from lightning_moe_ckpt.fit._cli import explain_errors
+from lightning_moe_ckpt.fit._rerun import Rerun
 from lightning_moe_ckpt.fit._files import LightningResume, let_best_come_first
 from lightning_moe_ckpt.fit._stops import name_status
+from lightning_moe_ckpt.fit.loggers._silent import silence_loggers
 from lightning_moe_ckpt.fit.loops._trainer import callbacks_of
 from lightning_moe_ckpt.goodput import Goodput
-from lightning_moe_ckpt.launch import DENSIFY
+from lightning_moe_ckpt.launch import DENSIFY, RerunRequest
 from lightning_moe_ckpt.parallel import restart_is_likely
 from lightning_moe_ckpt.policies import Policy, TokenLedger
 from lightning_moe_ckpt.process import EXIT_STATUS
@@ -129,6 +131,7 @@ class CheckpointCallback(SharedArguments, Checkpoint):
         self._lightning_resume: LightningResume | None = None
         self._in_place: InPlace | OnlyBeats | None = None
         self._watched: WatchedData | None = None
+        self._rerun: Rerun | None = None
 
     def _policy(self) -> Policy:
         """Return the policy that chooses what is taken at which step."""
@@ -228,7 +231,9 @@ class CheckpointCallback(SharedArguments, Checkpoint):
         self._watched = self._watch(trainer, pl_module)
         if not any(isinstance(c, ReplayHooks) for c in callbacks):
             # A new list: Lightning is iterating over the old one.
-            trainer.callbacks = [self._hooks(trainer, pl_module), *callbacks]  # type: ignore[attr-defined]
+            self._rerun = Rerun(_RERUN) if _RERUN is not None else None
+            again = [] if self._rerun is None else [self._rerun]
+            trainer.callbacks = [self._hooks(trainer, pl_module), *again, *callbacks]  # type: ignore[attr-defined]
 
     @override
     def on_before_zero_grad(
@@ -300,6 +305,8 @@ class CheckpointCallback(SharedArguments, Checkpoint):
             dense_every_n_steps=self.dense_every_n_steps,
             **{field.name: getattr(self, field.name) for field in fields(SessionConfig) if field.name in DEFAULTS},
         )
+        if _RERUN is not None:
+            return replace(config, resume="must", rerun=_RERUN, replicas=0, dense_every_n_steps=None)
         densify = os.environ.get(DENSIFY)
         return replace(config, resume="must", densify=densify, elastic="refuse") if densify else config
 
@@ -317,6 +324,7 @@ class CheckpointCallback(SharedArguments, Checkpoint):
             batches=self.batches,
             on_change=self.on_change,
             on_mismatch=self.on_mismatch,
+            rerun=self._rerun,
         )
         resumed = self._run.begin()
         if self._lightning_resume is not None:
@@ -352,11 +360,11 @@ class CheckpointCallback(SharedArguments, Checkpoint):
             run.close(keep_memory=keep_memory)
             self._report = replace(report, goodput=report.goodput + Goodput(hooks=time.perf_counter() - began))
         trainer.callbacks = [  # type: ignore[attr-defined]
-            callback for callback in callbacks_of(trainer) if not isinstance(callback, ReplayHooks)
+            callback for callback in callbacks_of(trainer) if not isinstance(callback, (ReplayHooks, Rerun))
         ]
 
 
-_OWN = (CheckpointCallback, ReplayHooks)
+_OWN = (CheckpointCallback, ReplayHooks, Rerun)
 """Callbacks whose state is no part of a run."""
 
 
@@ -366,3 +374,7 @@ def checkpoint_of(trainer: Trainer) -> CheckpointCallback | None:
 
 
 explain_errors()
+_RERUN = RerunRequest.from_environment()
+"""Steps that this process is to run again, for `moe-ckpt replay`; `None` where it trains as ever."""
+if _RERUN is not None:
+    silence_loggers(Path(_RERUN.results).parent / "logs")

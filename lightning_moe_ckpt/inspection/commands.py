@@ -58,6 +58,7 @@ from lightning_moe_ckpt.inspection._run_progress import Follower
 from lightning_moe_ckpt.inspection._simulations import planned, simulation_answer
 from lightning_moe_ckpt.inspection._verify import Verdict
 from lightning_moe_ckpt.inspection._verify import verify as read_everything
+from lightning_moe_ckpt.inspection._rerun import rerun
 from lightning_moe_ckpt.launch import DENSIFY
 from lightning_moe_ckpt.native import Finding, examine
 from lightning_moe_ckpt.planning._forecast import forecast_run, placed_copies
@@ -231,6 +232,13 @@ def _not_dense(status: int, commit: Commit) -> str:
         f"{', '.join([f'{ranks} processes', *layout])}. A Trainer without values of its own gets devices={ranks}, num_nodes=1 and, "
         "without a GPU for each, accelerator='cpu'; where it has others, give SCRIPT arguments that change them."
     )
+
+
+@_of_run
+def replay(backend: Backend, **asked: Any) -> Answer:
+    """Run steps again in the user's training."""
+    with _interrupted_by_sigterm():
+        return rerun(backend, **asked)
 
 
 @_of_run
