@@ -277,7 +277,7 @@ _LOOKING = [
         _option(
             "--dump", "Of each step: gradients, activations, batch; joined by commas.", "PARTS", type=_parts, default=""
         ),
-        _option("--out", "Folder for --dump.", "DIR", type=click.Path(path_type=Path), default=""),
+        _option("--out", "Folder for --dump.", "DIR", type=click.Path(path_type=Path)),
         _option(
             "--set",
             "Of the optimizer's groups, such as lr=1e-5, or gradient_clip_val; from N on other bits. Repeat for several.",

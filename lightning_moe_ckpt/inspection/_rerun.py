@@ -31,7 +31,7 @@ def rerun(
     until: int | None,
     command: Sequence[str],
     dump: Sequence[str] = (),
-    out: Path | str = "",
+    out: Path | None = None,
     given: Iterable[tuple[str, object]] = (),
     hook: str = "",
 ) -> Answer:
@@ -50,9 +50,9 @@ def rerun(
         raise NoUsableGeneration(f"Step {step} of run {view.run_id} cannot be run again. {can}")
     if until < step:
         raise ConfigurationError(f"`--until {until}` is before `--step {step}`.")
-    if bool(dump) != bool(str(out)):
+    if bool(dump) != (out is not None):
         raise ConfigurationError("`--dump` needs `--out`, the folder for it, and `--out` needs `--dump`.")
-    if dump and _url_of(Path(out)).startswith(f"{view.url.rstrip('/')}/"):
+    if out is not None and _url_of(out).startswith(f"{view.url.rstrip('/')}/"):
         raise ConfigurationError(
             f"`--out {out}` is inside of the run's URL, where nothing is written. Give another folder."
         )
@@ -66,7 +66,7 @@ def rerun(
             until=until,
             hook=hook,
             dump=tuple(dump),
-            out=str(Path(out).absolute()) if dump else "",
+            out="" if out is None else str(out.absolute()),
             given=dict(given),
         )
         status = _run(command, os.environ | request.to_environment())

@@ -53,12 +53,12 @@ from lightning_moe_ckpt.inspection._export import ExportOptions
 from lightning_moe_ckpt.inspection._export import export as write_files
 from lightning_moe_ckpt.inspection._import import import_run
 from lightning_moe_ckpt.inspection._progress_views import follow, progress_now, write_page
+from lightning_moe_ckpt.inspection._rerun import rerun
 from lightning_moe_ckpt.inspection._run_profile import write_profile
 from lightning_moe_ckpt.inspection._run_progress import Follower
 from lightning_moe_ckpt.inspection._simulations import planned, simulation_answer
 from lightning_moe_ckpt.inspection._verify import Verdict
 from lightning_moe_ckpt.inspection._verify import verify as read_everything
-from lightning_moe_ckpt.inspection._rerun import rerun
 from lightning_moe_ckpt.launch import DENSIFY
 from lightning_moe_ckpt.native import Finding, examine
 from lightning_moe_ckpt.planning._forecast import forecast_run, placed_copies
