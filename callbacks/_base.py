@@ -131,7 +131,7 @@ class CheckpointCallback(SharedArguments, Checkpoint):
         self._lightning_resume: LightningResume | None = None
         self._in_place: InPlace | OnlyBeats | None = None
         self._watched: WatchedData | None = None
-        self._rerun: Rerun | None = None
+        self._rerun = None if (asked := _asked_again()) is None else Rerun(asked)
 
     def _policy(self) -> Policy:
         """Return the policy that chooses what is taken at which step."""
@@ -231,7 +231,6 @@ class CheckpointCallback(SharedArguments, Checkpoint):
         self._watched = self._watch(trainer, pl_module)
         if not any(isinstance(c, ReplayHooks) for c in callbacks):
             # A new list: Lightning is iterating over the old one.
-            self._rerun = Rerun(_RERUN) if _RERUN is not None else None
             again = [] if self._rerun is None else [self._rerun]
             trainer.callbacks = [self._hooks(trainer, pl_module), *again, *callbacks]  # type: ignore[attr-defined]
 
@@ -305,8 +304,8 @@ class CheckpointCallback(SharedArguments, Checkpoint):
             dense_every_n_steps=self.dense_every_n_steps,
             **{field.name: getattr(self, field.name) for field in fields(SessionConfig) if field.name in DEFAULTS},
         )
-        if _RERUN is not None:
-            return replace(config, resume="must", rerun=_RERUN, replicas=0, dense_every_n_steps=None)
+        if self._rerun is not None:
+            return replace(config, resume="must", rerun=self._rerun.request, replicas=0, dense_every_n_steps=None)
         densify = os.environ.get(DENSIFY)
         return replace(config, resume="must", densify=densify, elastic="refuse") if densify else config
 
@@ -364,6 +363,13 @@ class CheckpointCallback(SharedArguments, Checkpoint):
         ]
 
 
+def _asked_again() -> RerunRequest | None:
+    """Return the steps that this process is to run again, whose loggers then write nothing; `None` where it trains as ever."""
+    if (request := RerunRequest.from_environment()) is not None:
+        silence_loggers(Path(request.results).parent / "logs")
+    return request
+
+
 _OWN = (CheckpointCallback, ReplayHooks, Rerun)
 """Callbacks whose state is no part of a run."""
 
@@ -374,7 +380,4 @@ def checkpoint_of(trainer: Trainer) -> CheckpointCallback | None:
 
 
 explain_errors()
-_RERUN = RerunRequest.from_environment()
-"""Steps that this process is to run again, for `moe-ckpt replay`; `None` where it trains as ever."""
-if _RERUN is not None:
-    silence_loggers(Path(_RERUN.results).parent / "logs")
+_asked_again()  # a script that imports this writes nothing before it makes a callback either

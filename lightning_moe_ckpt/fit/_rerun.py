@@ -39,7 +39,7 @@ class Rerun(Callback):
     """Hooks of the steps that are looked at, right behind those that restore state."""
 
     def __init__(self, request: RerunRequest) -> None:
-        self._request, self._within = request, ExitStack()
+        self.request, self._within = request, ExitStack()
         self._hook: Any = _function(request.hook) if request.hook else None
         self._journalled: dict[int, list[Tensor]] = {}
         self._rows: list[list[Any]] = []
@@ -52,7 +52,7 @@ class Rerun(Callback):
 
     def begins(self, config: SessionConfig, trainer: Trainer, first: int) -> None:
         """Read the journals of the steps to come, once a generation is restored, whose `first` boundary this is."""
-        request, self.first = self._request, first
+        request, self.first = self.request, first
         self._journalled = journalled_losses(
             config, trainer.global_rank, trainer.world_size, range(first + 1, request.until + 2)
         )
@@ -65,7 +65,7 @@ class Rerun(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step < self._request.step:
+        if trainer.global_step < self.request.step:
             return
         self._set(trainer)
         if self._dump is not None:
@@ -77,7 +77,7 @@ class Rerun(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        if self._dump is not None and trainer.global_step >= self._request.step:
+        if self._dump is not None and trainer.global_step >= self.request.step:
             self._dump.before_optimizer_step(pl_module)
 
     @override
@@ -91,17 +91,17 @@ class Rerun(Callback):
         if same is False and not self.notes:
             log.error("step %d gave another loss than in the run: %s, was %s", step, _plain(losses), _plain(original))
         self._rows.append([step, _plain(losses), _plain(original), same])
-        if step >= self._request.step and self._dump is not None:
+        if step >= self.request.step and self._dump is not None:
             self._files += self._dump.ends(step)
-        if step < self._request.until:
+        if step < self.request.until:
             return
         ranks = among.gather_values([self._rows, self._files, self.notes])
         if among.is_coordinator:
-            Path(self._request.results).write_text(json.dumps({"first": self.first, "ranks": ranks}), "utf-8")
+            Path(self.request.results).write_text(json.dumps({"first": self.first, "ranks": ranks}), "utf-8")
         raise SystemExit(0)
 
     def _set(self, trainer: Trainer) -> None:
-        for name, value in self._request.given.items():
+        for name, value in self.request.given.items():
             groups = trainer.optimizers[0].param_groups
             if name in OF_TRAINER:
                 setattr(trainer, name, value)
