@@ -24,8 +24,8 @@ from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Fence
 from lightning_moe_ckpt.fit import FitSession, InPlace, OnlyBeats, WatchedData, can_rejoin, supervisor
 from lightning_moe_ckpt.fit._callbacks import tries_only
 from lightning_moe_ckpt.fit._cli import explain_errors
-from lightning_moe_ckpt.fit._rerun import Rerun
 from lightning_moe_ckpt.fit._files import LightningResume, let_best_come_first
+from lightning_moe_ckpt.fit._rerun import Rerun
 from lightning_moe_ckpt.fit._stops import name_status
 from lightning_moe_ckpt.fit.loggers._silent import silence_loggers
 from lightning_moe_ckpt.fit.loops._trainer import callbacks_of
@@ -131,7 +131,7 @@ class CheckpointCallback(SharedArguments, Checkpoint):
         self._lightning_resume: LightningResume | None = None
         self._in_place: InPlace | OnlyBeats | None = None
         self._watched: WatchedData | None = None
-        self._rerun = None if (asked := _asked_again()) is None else Rerun(asked)
+        self._rerun = None if (asked := _asked_again()) is None else Rerun(asked, self.url)
 
     def _policy(self) -> Policy:
         """Return the policy that chooses what is taken at which step."""
