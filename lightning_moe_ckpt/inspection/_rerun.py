@@ -136,7 +136,7 @@ def _tables(document: dict[str, Any]) -> list[RenderableType]:
     )
     lines = [f"note: {note}" for note in document["notes"]]
     if files := document["files"]:
-        lines.append(f"{len(files)} files in {Path(files[0]).parent}")
+        lines.append(f"{len(files)} files in {os.path.relpath(Path(files[0]).parent)}")
     return [table, said, *lines]
 
 
