@@ -22,8 +22,6 @@ from pathlib import Path
 sys.path.insert(0, {tests!r})
 from inspection._runs import Small, train
 from lightning_moe_ckpt.callbacks import SparseCheckpoint
-if "elsewhere" in sys.argv:
-    train(Small(), SparseCheckpoint(sys.argv[1] + "-other", window=2, keep=3), steps=7)
 checkpoint = SparseCheckpoint(sys.argv[1], window=2, keep=3)
 if "writes" in sys.argv:
     Path(sys.argv[1], "own").write_text("mine")
@@ -86,7 +84,7 @@ def test_bad_input_is_answered_before_anything_starts(
 @pytest.mark.parametrize(
     "case",
     [
-        (["--step", "5"], ["elsewhere"], "`moe-ckpt replay` was given another URL than the callback of this script"),
+        (["--step", "5"], ["7", "elsewhere"], "`moe-ckpt replay` was given another URL than the callback of this script"),
         (["--step", "5"], ["7", "writes"], "is the run's, and `moe-ckpt replay` changes nothing there"),
         (["--step", "9"], ["7"], "ended, and its fit has not come to this step"),
         (["--step", "5", "--hook", "none:show"], ["7"], "`--hook none:show`: No module named 'none'"),
@@ -94,12 +92,17 @@ def test_bad_input_is_answered_before_anything_starts(
     ],
 )
 def test_a_script_that_cannot_do_it_is_told(
-    sparse_run: str, script: str, case: tuple[list[str], list[str], str], capfd: pytest.CaptureFixture[str]
+    sparse_run: str,
+    dense_run: tuple[str, Small],
+    script: str,
+    case: tuple[list[str], list[str], str],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """And nothing is changed."""
     options, arguments, said = case
+    url = dense_run[0] if "elsewhere" in arguments else sparse_run
     before = listed(sparse_run)
-    assert main(["replay", sparse_run, *options, "--", script, sparse_run, *arguments]) == 2
+    assert main(["replay", sparse_run, *options, "--", script, url, *arguments]) == 2
     assert said in capfd.readouterr().err
     assert listed(sparse_run) == before
 
@@ -112,9 +115,9 @@ def test_backends_refuse_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv(RERUN, "{}")
     only_read = open_backend(url)
     assert only_read.get("snap/a") == b"a"
-    for change in (lambda: only_read.put("b", b""), lambda: only_read.create("b", b""), lambda: only_read.delete("a")):
+    for verb, arguments in (("put", ("b", b"")), ("create", ("b", b"")), ("delete", ("snap/a",)), ("sweep", ("",))):
         with pytest.raises(StorageRefused, match="changes nothing that is stored"):
-            change()
+            getattr(only_read, verb)(*arguments)
     with pytest.raises(StorageRefused, match="changes nothing"):
         RunStore.open(only_read, resume="auto")
     assert [each.key for each in backend.list("")] == ["snap/a"]
