@@ -95,7 +95,7 @@ def test_steps_again_on_many_ranks(warm: WarmParents, tmp_path: Path, layout: st
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_run_does_not_notice(warm: WarmParents, tmp_path: Path, policy: str) -> None:
-    """Steps are run again while it trains, and once it was killed; it goes on from memory, and ends as if alone."""
+    """Steps are run again while it trains; it is killed, goes on from memory, and ends as if alone."""
     setup = Setup(checkpointing=POLICIES[policy], epochs=12)
     place: dict[str, Any] = {"url": checkpoints(tmp_path).as_uri(), "world_size": 1}
     fit, kill = partial(train_dumped, setup, tmp_path / "dumps"), Kill(phase="after_batch_end", step=50)
@@ -103,7 +103,7 @@ def test_a_run_does_not_notice(warm: WarmParents, tmp_path: Path, policy: str) -
         (tmp_path / name).mkdir()
     again, at = Again(setup, tmp_path / "live", 20, 22, seconds=60.0), {**place, "first_index": 1}
     run = {**place, "workdir": tmp_path / "run"}
-    calls = [((fit,), {**run, "kills": [kill, kill]}), ((again,), {**at, "workdir": tmp_path / "at"})]
+    calls = [((fit,), {**run, "kills": [kill]}), ((again,), {**at, "workdir": tmp_path / "at"})]
     lives, replays = warm.map(run_attempts, calls)
     assert [life.outcome for life in (*lives, *replays)] == ["killed", "finished", "finished"]
     first = lives[0].steps()
@@ -120,22 +120,20 @@ def test_a_run_does_not_notice(warm: WarmParents, tmp_path: Path, policy: str) -
 @pytest.mark.timeout(600)
 def test_other_losses_have_a_reason(warm: WarmParents, tmp_path: Path) -> None:
     """Experts of different ages are a state that the run never had; other ranks sum in another order."""
-    for name, setup, again, said in (
-        ("partial", Setup(checkpointing=Checkpointing(policy="partial", **KEPT)), {}, "are not exact, and this is one"),
-        ("ranks", Setup(checkpointing=DENSE, world_size=2), {"world_size": 1}, ""),
-    ):
-        folder = tmp_path / name
+    partial_run = Setup(checkpointing=Checkpointing(policy="partial", **KEPT))
+    two_ranks = Setup(checkpointing=DENSE, world_size=2)
+    for setup, ranks, said in ((partial_run, 1, "are not exact, and this is one"), (two_ranks, 1, "")):
+        folder = tmp_path / str(setup.world_size)
         place: dict[str, Any] = {"url": checkpoints(folder).as_uri()}
         fit, results = partial(train_dumped, setup, folder / "dumps"), folder / "again"
         warm.call(run_attempts, fit, workdir=folder / "run", world_size=setup.world_size, **place)
         results.mkdir()
-        other = replace(setup, **again)
-        run = {**place, "workdir": folder / "at", "world_size": other.world_size, "first_index": 1}
-        warm.call(run_attempts, Again(other, results, 7, 8), **run)
+        again = Again(replace(setup, world_size=ranks), results, 7, 8)
+        warm.call(run_attempts, again, workdir=folder / "at", world_size=ranks, first_index=1, **place)
         found = json.loads((results / "results.json").read_text())
         assert said in "".join(note for _, _, notes in found["ranks"] for note in notes), found
-        if name == "ranks":
-            assert [row[3] for rank, *_ in found["ranks"] for row in rank] == [None] * 3
+        if setup is two_ranks:
+            assert {row[3] for rank, *_ in found["ranks"] for row in rank} == {None}
 
 
 @pytest.mark.soak
