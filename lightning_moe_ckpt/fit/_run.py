@@ -21,6 +21,7 @@ from lightning_moe_ckpt.fit._callbacks import Findings, ProgressNote, finish_wit
 from lightning_moe_ckpt.fit._data import Batches, BatchLog, Logged, OnMismatch, WatchedData
 from lightning_moe_ckpt.fit._files import CheckpointFiles, Writing
 from lightning_moe_ckpt.fit._limits import refuse_unsupported, warn_if_short
+from lightning_moe_ckpt.fit._other_ranks import OTHER_RANKS
 from lightning_moe_ckpt.fit._recorder import BoundaryRecorder
 from lightning_moe_ckpt.fit._rerun import Rerun
 from lightning_moe_ckpt.fit._sessions import Sessions, Standing
@@ -154,7 +155,10 @@ class FitSession:
                 session.repeats.waive_reconciling()  # hooks before the next batch run once, later
         if self._rerun is not None:
             self._files.hold(for_good=True)
-            self._rerun.begins(self.sessions.config, self._trainer, self._step, exact=self.sessions.policy.exact)
+            why = "" if self.sessions.policy.exact else "restarts under this policy are not exact, and this is one"
+            if start is not None and OTHER_RANKS in start:
+                why = "other ranks than the run's sum in another order: losses are not compared"
+            self._rerun.begins(self.sessions.config, self._trainer, self._step, why)
         if session.replaying:
             self._files.hold()
         self.resumed = start is not None
