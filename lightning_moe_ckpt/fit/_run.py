@@ -21,7 +21,9 @@ from lightning_moe_ckpt.fit._callbacks import Findings, ProgressNote, finish_wit
 from lightning_moe_ckpt.fit._data import Batches, BatchLog, Logged, OnMismatch, WatchedData
 from lightning_moe_ckpt.fit._files import CheckpointFiles, Writing
 from lightning_moe_ckpt.fit._limits import refuse_unsupported, warn_if_short
+from lightning_moe_ckpt.fit._other_ranks import OTHER_RANKS
 from lightning_moe_ckpt.fit._recorder import BoundaryRecorder
+from lightning_moe_ckpt.fit._rerun import Rerun
 from lightning_moe_ckpt.fit._sessions import Sessions, Standing
 from lightning_moe_ckpt.fit._settings import OnChange, Settings, announce
 from lightning_moe_ckpt.fit._state import JournalPart, LayerState, Trained, copied
@@ -79,6 +81,7 @@ class FitSession:
         batches: Batches = "reposition",
         on_change: OnChange = "stored",
         on_mismatch: OnMismatch = "stop",
+        rerun: Rerun | None = None,
     ) -> None:
         refuse_unsupported(trainer, policy)
         self._trainer, self._module = trainer, module
@@ -89,7 +92,8 @@ class FitSession:
         """The checkpoint session in force, and how this rank takes part in checkpoints of all."""
         self.clock = self.session.clock
         warn_if_short(trainer, self.session.job.least_steps)
-        self._logs, self._files = LogFolders(trainer), CheckpointFiles(trainer)
+        self._logs, self._files = LogFolders(trainer, follows=rerun is None), CheckpointFiles(trainer)
+        self.sessions.rerun = rerun
         compared, original = lambda: self._recorder.compares_batch, self._original_batches
         self._batches = BatchLog(trainer, batches, keep=policy.replays, original=original, compared=compared)
         self._layers, findings = LayerState(module, self.session.job.operators.layers), Findings(trainer, module)
@@ -149,6 +153,12 @@ class FitSession:
             self.trained.awaited = start
             if not self._recorder.next_batch_begun(start):
                 session.repeats.waive_reconciling()  # hooks before the next batch run once, later
+        if self.sessions.rerun is not None:
+            self._files.hold(for_good=True)
+            why = "" if self.sessions.policy.exact else "restarts under this policy are not exact, and this is one"
+            if start is not None and OTHER_RANKS in start:
+                why = "other ranks than the run's sum in another order: losses are not compared"
+            self.sessions.rerun.begins(self.sessions.config, self._trainer, self._step, why)
         if session.replaying:
             self._files.hold()
         self.resumed = start is not None
@@ -324,6 +334,9 @@ class FitSession:
                 self.sessions.put_off(error)
         takes, within = not alone and session.takes(step), session.within_window(step)
         self._recorder.want_start(original, needed=takes, replayed_only=within)
+        if self.sessions.rerun is not None:
+            known = self._settings.explains("losses") or self._settings.explains("batches")
+            self.sessions.rerun.stepped(step, outcome["losses"], self.sessions.among(), known=known)
 
     def after_hooks(self) -> None:
         """Undo requests to stop in replay: hooks have judged weights that are frozen or loaded too early."""

@@ -84,7 +84,7 @@ class RunOpener:
         self._backend: Backend | None = None
         self.store: RunStore
         self._incarnation, self._nonce = 0, ""
-        self._tag = ""
+        self._tag, self._changes_nothing = "", False
         self.claim: MemoryClaim
         """Claim on this rank's memory, once the run is open."""
 
@@ -107,12 +107,15 @@ class RunOpener:
             self._backend = self._open_backend()
             _refuse_process_memory(self._backend.url, self._world_size)
             expect_header_fits(job.view, job.groups)
+        self._changes_nothing = job.rerun is not None
         listed = self._open_store(self._backend, resume)
         if job.only_tag not in {"", self._tag}:
             raise ConfigurationError(
-                f"`moe-ckpt densify` was given another URL than the callback of this script, {self.store.url}. Give it that "
-                "one, or change the script's by arguments behind `--`."
+                f"`moe-ckpt {'replay' if job.rerun else 'densify'}` was given another URL than the callback of this script, "
+                f"{self.store.url}. Give it that one, or change the script's by arguments behind `--`."
             )
+        if job.rerun is not None:
+            self._tag = job.rerun.name  # memory of the run, which may train meanwhile, is neither read nor taken
         any_memory, fresh = resume == "memory", job.view.operators
         with closing(HostTier(self._tag)) as memory:
             while True:
@@ -128,7 +131,7 @@ class RunOpener:
                 resumed = None if found is None else found.generation
                 if found is None:
                     job.view.operators = fresh  # without the constants of generations that failed
-                if self._open_incarnation(resumed, search, foreign=any_memory):
+                if job.rerun is not None or self._open_incarnation(resumed, search, foreign=any_memory):
                     stored = [version.generation for version in search.committed]
                     self.claim = MemoryClaim(
                         tag=self._tag,
@@ -166,7 +169,8 @@ class RunOpener:
 
     def _list(self) -> object:
         """Return commits, generations kept for their files, and reasons why others cannot be read."""
-        self.store.promote()
+        if not self._changes_nothing:
+            self.store.promote()
         commits = [commit.to_bytes() for commit in self.store.candidates()]
         sources = [commit.to_bytes() for commit in self.store.sources]
         return [commits, sources, [f"{where}: {why}" for where, why in self.store.unreadable]]
@@ -284,6 +288,8 @@ class Search:
         alive = [
             v for v in inventory.all_versions if v in may or (v not in foreign and store.why_dead(v.generation) is None)
         ]
+        if (rerun := self._job.rerun) is not None:
+            alive = [version for version in alive if version.generation.step <= rerun.step]
         plain = [version.plain() for version in alive]
         newest = max(alive, default=None)
         if not foreign or (newest is not None and newest > max(foreign)):

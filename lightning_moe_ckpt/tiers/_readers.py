@@ -20,6 +20,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import Corrupt, KeyMissing, StorageError
+from lightning_moe_ckpt.launch import RerunRequest
 from lightning_moe_ckpt.storage import (
     RING_HEADER_NBYTES,
     Commit,
@@ -96,6 +97,8 @@ class SessionConfig:
     """Whether the garbage collector may ignore all objects alive as training begins."""
     audit_every_n_steps: int | None = None
     """Steps between audits, each of which says whether generations are good; `None` for none."""
+    rerun: RerunRequest | None = None
+    """Steps to run again, writing nothing; `None` to train on."""
     densify: str = ""
     """Tag, as of shared memory, of the only run that may be resumed; it ends once dense and stored. Empty to train on."""
 
