@@ -38,6 +38,19 @@ does not depend on their size.
 
 Exit status: 0 all good, 1 something is damaged or there is nothing to restore, 2 could not be read."""
 
+DIFF = """\
+Compare two stored states bit by bit: weights, optimizer state and buffers, by operator. @STEP chooses a generation. Without any
+step, the newest of which both URLs have one is compared.
+
+Tensors of all ranks are put together, so runs on other ranks, in other layouts or under other policies can be compared. Records whose
+digests agree are equal, and only others are read. Operators of a sparse or partial generation are compared where both are equally
+many steps old; others are named.
+
+Of two runs that differ it is then shown where they part: the row of generations that both keep is halved until one is equal and
+the next differs, and between these two, records and losses of steps within windows tell the first that differs.
+
+Exit status: 0 equal in all that could be compared, 1 different, 2 not compared."""
+
 EXPORT = """\
 Write a generation as files that other programs read; experts of all ranks are put together. Those that a partial
 generation references are as old as they are; the file says which.

@@ -33,6 +33,7 @@ _STATUSES = """\
 Exit status:
   0    done; for verify: everything is as it was written
   1    verify: something is damaged, or there is nothing to restore;
+       diff: the states differ;
        doctor: checkpoints are not safe at URL, or a node is not good
   2    wrong arguments, or the command could not do its work;
        standard error says why in a line
@@ -149,6 +150,11 @@ def _setting(text: str) -> tuple[str, object]:
         return key, value
 
 
+def _place(text: str) -> tuple[str, int | None]:
+    url, at, step = str(text).rpartition("@")
+    return (url, int(step)) if at and step.isdigit() else (str(text), None)
+
+
 def _size(text: object) -> int:
     """Return bytes from a number with or without a unit."""
     try:
@@ -214,6 +220,17 @@ _LOOKING = [
         _cli_options.VERIFY,
         _option("--step", "This step only.", "N", type=int),
         _flag("--all", "Also generations that no restart would use any more.", "everything"),
+    ),
+    _command(
+        "diff",
+        "Show in which operators two states differ, and since which step two runs do.",
+        _cli_options.DIFF,
+        [
+            click.Argument(["a"], metavar="URL_A[@STEP]", type=_place),
+            click.Argument(["b"], metavar="URL_B[@STEP]", type=_place),
+            _JSON,
+            _STORAGE,
+        ],
     ),
     _on_a_run(
         "export",

@@ -49,6 +49,7 @@ from lightning_moe_ckpt.inspection._answers import (
 )
 from lightning_moe_ckpt.inspection._cluster import examine_cluster
 from lightning_moe_ckpt.inspection._conformance import Check, examine_url
+from lightning_moe_ckpt.inspection._diff import diff as compare
 from lightning_moe_ckpt.inspection._export import ExportOptions
 from lightning_moe_ckpt.inspection._export import export as write_files
 from lightning_moe_ckpt.inspection._import import import_run
@@ -175,6 +176,17 @@ def _verdict_lines(verdict: Verdict) -> list[RenderableType]:
         lines.append(f"operators with one good copy only, of those taken in turns: {verdict.num_single}")
     lines.append("good" if verdict.sound else "NOT GOOD")
     return list(lines)
+
+
+def diff(*, a: tuple[str, int | None], b: tuple[str, int | None], **options: Any) -> int:
+    """Compare two states."""
+
+    def look(backend: Backend) -> Answer:
+        stored = dict(options.get("storage_option", ()))
+        with contextlib.closing(open_backend(b[0], storage_options=stored, patience=_PATIENCE)) as other:
+            return compare([(backend, a[1]), (other, b[1])])
+
+    return _of_run(look)(url=a[0], **options)
 
 
 @_of_run
