@@ -115,6 +115,7 @@ class AutoCheckpoint(CheckpointCallback):
         with exchange.raise_together() as said:  # of one object another rank could read another version
             said.append(self._recalled(exchange.world_size) if exchange.is_coordinator else None)
         self._use(said[0])
+        self._over |= self._rerun is not None
         return super()._begin(trainer, module)
 
     @override

@@ -24,11 +24,13 @@ from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Fence
 from lightning_moe_ckpt.fit import FitSession, InPlace, OnlyBeats, WatchedData, can_rejoin, supervisor
 from lightning_moe_ckpt.fit._callbacks import tries_only
 from lightning_moe_ckpt.fit._cli import explain_errors
+from lightning_moe_ckpt.fit._rerun import Rerun
 from lightning_moe_ckpt.fit._files import LightningResume, let_best_come_first
 from lightning_moe_ckpt.fit._stops import name_status
+from lightning_moe_ckpt.fit.loggers._silent import silence_loggers
 from lightning_moe_ckpt.fit.loops._trainer import callbacks_of
 from lightning_moe_ckpt.goodput import Goodput
-from lightning_moe_ckpt.launch import DENSIFY
+from lightning_moe_ckpt.launch import DENSIFY, RerunRequest
 from lightning_moe_ckpt.parallel import restart_is_likely
 from lightning_moe_ckpt.policies import Policy, TokenLedger
 from lightning_moe_ckpt.process import EXIT_STATUS
@@ -129,6 +131,7 @@ class CheckpointCallback(SharedArguments, Checkpoint):
         self._lightning_resume: LightningResume | None = None
         self._in_place: InPlace | OnlyBeats | None = None
         self._watched: WatchedData | None = None
+        self._rerun = None if (asked := _asked_again()) is None else Rerun(asked)
 
     def _policy(self) -> Policy:
         """Return the policy that chooses what is taken at which step."""
@@ -228,7 +231,8 @@ class CheckpointCallback(SharedArguments, Checkpoint):
         self._watched = self._watch(trainer, pl_module)
         if not any(isinstance(c, ReplayHooks) for c in callbacks):
             # A new list: Lightning is iterating over the old one.
-            trainer.callbacks = [self._hooks(trainer, pl_module), *callbacks]  # type: ignore[attr-defined]
+            again = [] if self._rerun is None else [self._rerun]
+            trainer.callbacks = [self._hooks(trainer, pl_module), *again, *callbacks]  # type: ignore[attr-defined]
 
     @override
     def on_before_zero_grad(
@@ -300,6 +304,8 @@ class CheckpointCallback(SharedArguments, Checkpoint):
             dense_every_n_steps=self.dense_every_n_steps,
             **{field.name: getattr(self, field.name) for field in fields(SessionConfig) if field.name in DEFAULTS},
         )
+        if self._rerun is not None:
+            return replace(config, resume="must", rerun=self._rerun.request, replicas=0, dense_every_n_steps=None)
         densify = os.environ.get(DENSIFY)
         return replace(config, resume="must", densify=densify, elastic="refuse") if densify else config
 
@@ -317,6 +323,7 @@ class CheckpointCallback(SharedArguments, Checkpoint):
             batches=self.batches,
             on_change=self.on_change,
             on_mismatch=self.on_mismatch,
+            rerun=self._rerun,
         )
         resumed = self._run.begin()
         if self._lightning_resume is not None:
@@ -352,11 +359,18 @@ class CheckpointCallback(SharedArguments, Checkpoint):
             run.close(keep_memory=keep_memory)
             self._report = replace(report, goodput=report.goodput + Goodput(hooks=time.perf_counter() - began))
         trainer.callbacks = [  # type: ignore[attr-defined]
-            callback for callback in callbacks_of(trainer) if not isinstance(callback, ReplayHooks)
+            callback for callback in callbacks_of(trainer) if not isinstance(callback, (ReplayHooks, Rerun))
         ]
 
 
-_OWN = (CheckpointCallback, ReplayHooks)
+def _asked_again() -> RerunRequest | None:
+    """Return the steps that this process is to run again, whose loggers then write nothing; `None` where it trains as ever."""
+    if (request := RerunRequest.from_environment()) is not None:
+        silence_loggers(Path(request.results).parent / "logs")
+    return request
+
+
+_OWN = (CheckpointCallback, ReplayHooks, Rerun)
 """Callbacks whose state is no part of a run."""
 
 
@@ -366,3 +380,4 @@ def checkpoint_of(trainer: Trainer) -> CheckpointCallback | None:
 
 
 explain_errors()
+_asked_again()  # a script that imports this writes nothing before it makes a callback either

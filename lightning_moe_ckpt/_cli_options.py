@@ -98,6 +98,20 @@ This is a start of the run like any other: earlier ones that still live stop. It
 
 Exit status: 0 dense, or it was already, 2 not, 128 + N ended by signal N."""
 
+REPLAY = """\
+Run step N of a run again, up to step M: restore the newest generation at or before N, train to N, and compare every loss on
+the way with the run's journals. Where the run resumes for bits, so is this.
+
+COMMAND starts the run's own training, such as `torchrun --nproc-per-node 8 train.py`, or train.py alone. In its processes nothing
+is written: to URL, to files of loggers, to .ckpt files, to shared memory. So the run may train meanwhile. They end with
+step M.
+
+--dump writes a file per step, rank and part to --out, safetensors by name: what came into the step, outputs of modules, gradients
+before clipping. --hook may register hooks, or return a context manager, such as torch.autograd.detect_anomaly(), for
+the rest of the batch.
+
+Exit status: 0 done, 1 done, with other losses than the run's, 2 not done."""
+
 IMPORT = """\
 Begin a run at URL from a checkpoint of another tool. It becomes a dense generation, from which any number of ranks goes on,
 in any layout.

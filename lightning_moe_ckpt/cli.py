@@ -155,6 +155,13 @@ def _place(text: str) -> tuple[str, int | None]:
     return (url, int(step)) if at and step.isdigit() else (str(text), None)
 
 
+def _parts(text: str) -> tuple[str, ...]:
+    parts = tuple(filter(None, str(text).split(",")))
+    if unknown := [part for part in parts if part not in ("gradients", "activations", "batch")]:
+        raise click.BadParameter(f"`{unknown[0]}` is none of gradients, activations, batch")
+    return parts
+
+
 def _size(text: object) -> int:
     """Return bytes from a number with or without a unit."""
     try:
@@ -270,6 +277,32 @@ _LOOKING = [
             _flag("--force", "Also if the run seems to train still: this start ends it."),
             _STORAGE,
         ],
+    ),
+    _on_a_run(
+        "replay",
+        "Run steps of a run again in its training script, and look at them.",
+        _cli_options.REPLAY,
+        click.Argument(["command"], metavar="-- COMMAND [ARGS]...", nargs=-1, required=True, type=click.UNPROCESSED),
+        _option("--step", "First step to look at, as loggers number them.", "N", type=click.IntRange(0), required=True),
+        _option("--until", "Last step (default: the first).", "M", type=click.IntRange(0)),
+        _option(
+            "--hook",
+            "Called at each of the steps with trainer, module, batch, batch_idx.",
+            "MODULE:FUNCTION",
+            default="",
+        ),
+        _option(
+            "--dump", "Of each step: gradients, activations, batch; joined by commas.", "PARTS", type=_parts, default=""
+        ),
+        _option("--out", "Folder for --dump.", "DIR", type=click.Path(path_type=Path)),
+        _option(
+            "--set",
+            "Of the optimizer's groups, such as lr=1e-5, or gradient_clip_val; from N on other bits. Repeat for several.",
+            "NAME=VALUE",
+            type=_setting,
+            multiple=True,
+            name="given",
+        ),
     ),
     _command(
         "import",

@@ -67,9 +67,13 @@ class CheckpointFiles:
         for checkpoint in self._model_checkpoints():
             checkpoint.file_exists = self._exists(checkpoint.file_exists)  # type: ignore[assignment, method-assign]
 
-    def hold(self) -> None:
-        """Neither write nor remove files until `dense` or `go_on`."""
+    def hold(self, *, for_good: bool = False) -> None:
+        """Neither write nor remove files until `dense` or `go_on`; with `for_good` never."""
         self.writing = Writing.HELD
+        if for_good:
+            self.dense = lambda: None  # type: ignore[method-assign]
+            for checkpoint in self._model_checkpoints():
+                checkpoint._link_checkpoint = lambda *_: None  # type: ignore[method-assign]
 
     def go_on(self, *, held: bool) -> None:
         """Write and remove files again, unless still `held`, and look for damaged files at the next call of `dense`.

@@ -22,6 +22,7 @@ from lightning_moe_ckpt.fit._data import Batches, BatchLog, Logged, OnMismatch, 
 from lightning_moe_ckpt.fit._files import CheckpointFiles, Writing
 from lightning_moe_ckpt.fit._limits import refuse_unsupported, warn_if_short
 from lightning_moe_ckpt.fit._recorder import BoundaryRecorder
+from lightning_moe_ckpt.fit._rerun import Rerun
 from lightning_moe_ckpt.fit._sessions import Sessions, Standing
 from lightning_moe_ckpt.fit._settings import OnChange, Settings, announce
 from lightning_moe_ckpt.fit._state import JournalPart, LayerState, Trained, copied
@@ -79,6 +80,7 @@ class FitSession:
         batches: Batches = "reposition",
         on_change: OnChange = "stored",
         on_mismatch: OnMismatch = "stop",
+        rerun: Rerun | None = None,
     ) -> None:
         refuse_unsupported(trainer, policy)
         self._trainer, self._module = trainer, module
@@ -89,7 +91,8 @@ class FitSession:
         """The checkpoint session in force, and how this rank takes part in checkpoints of all."""
         self.clock = self.session.clock
         warn_if_short(trainer, self.session.job.least_steps)
-        self._logs, self._files = LogFolders(trainer), CheckpointFiles(trainer)
+        self._logs, self._files = LogFolders(trainer, follows=rerun is None), CheckpointFiles(trainer)
+        self._rerun = rerun
         compared, original = lambda: self._recorder.compares_batch, self._original_batches
         self._batches = BatchLog(trainer, batches, keep=policy.replays, original=original, compared=compared)
         self._layers, findings = LayerState(module, self.session.job.operators.layers), Findings(trainer, module)
@@ -149,6 +152,9 @@ class FitSession:
             self.trained.awaited = start
             if not self._recorder.next_batch_begun(start):
                 session.repeats.waive_reconciling()  # hooks before the next batch run once, later
+        if self._rerun is not None:
+            self._files.hold(for_good=True)
+            self._rerun.begins(self.sessions.config, self._trainer, self._step)
         if session.replaying:
             self._files.hold()
         self.resumed = start is not None
@@ -315,6 +321,8 @@ class FitSession:
                 self.sessions.put_off(error)
         takes, within = not alone and session.takes(step), session.within_window(step)
         self._recorder.want_start(original, needed=takes, replayed_only=within)
+        if self._rerun is not None:
+            self._rerun.stepped(step, outcome["losses"], self.sessions.among())
 
     def after_hooks(self) -> None:
         """Undo requests to stop in replay: hooks have judged weights that are frozen or loaded too early."""

@@ -54,6 +54,7 @@ from lightning_moe_ckpt.inspection._export import ExportOptions
 from lightning_moe_ckpt.inspection._export import export as write_files
 from lightning_moe_ckpt.inspection._import import import_run
 from lightning_moe_ckpt.inspection._progress_views import follow, progress_now, write_page
+from lightning_moe_ckpt.inspection._rerun import rerun
 from lightning_moe_ckpt.inspection._run_profile import write_profile
 from lightning_moe_ckpt.inspection._run_progress import Follower
 from lightning_moe_ckpt.inspection._simulations import planned, simulation_answer
@@ -243,6 +244,13 @@ def _not_dense(status: int, commit: Commit) -> str:
         f"{', '.join([f'{ranks} processes', *layout])}. A Trainer without values of its own gets devices={ranks}, num_nodes=1 and, "
         "without a GPU for each, accelerator='cpu'; where it has others, give SCRIPT arguments that change them."
     )
+
+
+@_of_run
+def replay(backend: Backend, **asked: Any) -> Answer:
+    """Run steps again in the user's training."""
+    with _interrupted_by_sigterm():
+        return rerun(backend, **asked)
 
 
 @_of_run

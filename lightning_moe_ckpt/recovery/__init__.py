@@ -31,4 +31,5 @@ from lightning_moe_ckpt.recovery._opener import RunOpener as RunOpener
 from lightning_moe_ckpt.recovery._outcomes import joined_outcome as joined_outcome
 from lightning_moe_ckpt.recovery._replay import Repeats as Repeats
 from lightning_moe_ckpt.recovery._replay import Replay as Replay
+from lightning_moe_ckpt.recovery._replay import same_bits as same_bits
 from lightning_moe_ckpt.recovery._transfer import Transport as Transport

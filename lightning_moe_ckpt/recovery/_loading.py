@@ -26,6 +26,7 @@ from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt, IdentityMismatch
 from lightning_moe_ckpt.journal import Journal, decode_journal
+from lightning_moe_ckpt.launch import RerunRequest
 from lightning_moe_ckpt.native import Column, CopyEngine
 from lightning_moe_ckpt.operators import Box, Operator, OperatorSet, RecordKind
 from lightning_moe_ckpt.parallel import ParallelGroups
@@ -212,6 +213,8 @@ class ResumeRequest:
     """Whether experts without a good copy may begin anew, if no whole generation is left."""
     only_tag: str = ""
     """Tag of the only run that may be resumed, see `SessionConfig.densify`; empty for any."""
+    rerun: RerunRequest | None = None
+    """See `SessionConfig.rerun`."""
     elastic: bool = False
     """Whether other ranks, or ranks in another layout, may have written the generation."""
     period_steps: int = 0

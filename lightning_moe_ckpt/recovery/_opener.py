@@ -54,6 +54,7 @@ from lightning_moe_ckpt.storage import (
     Backend,
     Commit,
     GenerationId,
+    Overlay,
     RankMarker,
     Resume,
     RunStore,
@@ -104,15 +105,18 @@ class RunOpener:
         `IdentityMismatch` if the run was written by another model, optimizer or world.
         """
         with self._exchange.raise_together():  # a package may be missing on one machine only
-            self._backend = self._open_backend()
+            opened = self._open_backend()
+            self._backend = Overlay(opened) if job.rerun else opened
             _refuse_process_memory(self._backend.url, self._world_size)
             expect_header_fits(job.view, job.groups)
         listed = self._open_store(self._backend, resume)
         if job.only_tag not in {"", self._tag}:
             raise ConfigurationError(
-                f"`moe-ckpt densify` was given another URL than the callback of this script, {self.store.url}. Give it that "
+                f"`moe-ckpt {'replay' if job.rerun else 'densify'}` was given another URL than the callback of this script, {self.store.url}. Give it that "
                 "one, or change the script's by arguments behind `--`."
             )
+        if job.rerun:
+            self._tag = job.rerun.name  # memory of the run, which may train meanwhile, is neither read nor taken
         any_memory, fresh = resume == "memory", job.view.operators
         with closing(HostTier(self._tag)) as memory:
             while True:
@@ -131,7 +135,7 @@ class RunOpener:
                 if self._open_incarnation(resumed, search, foreign=any_memory):
                     stored = [version.generation for version in search.committed]
                     self.claim = MemoryClaim(
-                        tag=self._tag,
+                        tag=self._tag if job.rerun is None else job.rerun.name,
                         run_id=self.run_id,
                         url=self.store.place,
                         offered=search.foreign,
@@ -283,6 +287,8 @@ class Search:
         alive = [
             v for v in inventory.all_versions if v in may or (v not in foreign and store.why_dead(v.generation) is None)
         ]
+        if (rerun := self._job.rerun) is not None:
+            alive = [version for version in alive if version.generation.step <= rerun.step]
         plain = [version.plain() for version in alive]
         newest = max(alive, default=None)
         if not foreign or (newest is not None and newest > max(foreign)):

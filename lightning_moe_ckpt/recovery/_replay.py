@@ -157,7 +157,7 @@ class Replay:
         expected = self.outcome(step)["losses"]
         if expected is None:
             return False
-        same = _same_bits(losses, expected)
+        same = same_bits(losses, expected)
         if not same and known:
             if not self._named:
                 log.warning(
@@ -430,7 +430,8 @@ class Repeats:
             self.replay = self.frozen = None
 
 
-def _same_bits(found: list[Tensor], expected: list[Tensor]) -> bool:
+def same_bits(found: list[Tensor], expected: list[Tensor]) -> bool:
+    """Return whether scalars have the same types and bits."""
     return len(found) == len(expected) and all(
         a.dtype == b.dtype and torch.equal(a.cpu().reshape(1).view(torch.uint8), b.reshape(1).view(torch.uint8))
         for a, b in zip(found, expected, strict=True)

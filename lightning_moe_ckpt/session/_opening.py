@@ -73,7 +73,9 @@ class OpenRun:
         self.capture.close()
         self.tiers.close()
         self.account.close()
-        self.tiers.release(unlink=not keep_memory and self.memory_is_superseded(ask=True))
+        self.tiers.release(
+            unlink=not keep_memory and self.job.config.rerun is None and self.memory_is_superseded(ask=True)
+        )
         self.opener.close()
 
 
@@ -109,10 +111,11 @@ def open_run(job: SessionJob, planner: Planner, clock: HookClock, *, load: bool)
                 elastic=config.elastic == "auto" and load,
                 journals=job.journals,
                 period_steps=job.least_steps,
-                only_tag=config.densify,
+                only_tag=config.densify if config.rerun is None else config.rerun.tag,
+                rerun=config.rerun,
             ),
         )
-        if supervised is not None:
+        if supervised is not None and config.rerun is None:
             files = shared_directory() / f"moe-ckpt-{os.getuid()}-{opener.claim.tag}-"
             supervised.leaves(str(files), opener.store.url, config.storage_options)
         resumed, stored = (None, None) if found is None else (found.generation, found.policy)
@@ -127,7 +130,9 @@ def open_run(job: SessionJob, planner: Planner, clock: HookClock, *, load: bool)
         )
         with exchange.raise_together():
             nbytes, older = planner.sizes.dense_nbytes, not policy.exact or policy.chains is not None
-            memory = claim_memory(opener.claim, groups.rank, resumed, dense_nbytes=nbytes, older=older)
+            memory = RankMemory(opener.claim.tag, groups.rank, url=opener.claim.tag)
+            if config.rerun is None:
+                memory = claim_memory(opener.claim, groups.rank, resumed, dense_nbytes=nbytes, older=older)
             failed.callback(memory.close, unlink=False)  # another rank may fail here, or while tiers are joined
         origin = Origin.here(0.0 if supervised is None else supervised.noticed)
         account = RunAccount(clock, *_known_of_the_run(opener, memory, origin, exchange), began)

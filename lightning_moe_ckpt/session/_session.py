@@ -77,6 +77,8 @@ class CheckpointSession:
         self._turns, self.bubbles = DenseTurns(job.config.dense_every_n_steps), Bubbles(job.engine, job.device)
         self.repeats = Repeats() if repeats is None else repeats
         self._progress, self._durations = _Progress(), Durations(self.clock)
+        self._takes = job.config.rerun is None
+        """Whether generations are taken; not where steps are run again."""
 
     # -- start
 
@@ -128,7 +130,7 @@ class CheckpointSession:
         """Go on planning from the restored generation."""
         self._planner.journal_had(found.journal_nbytes)
         layout = layout.mirrored(self._planner.mirroring)
-        if self._planner.accepts(layout):
+        if self._takes and self._planner.accepts(layout):
             # Windows follow the restored plan, so that capture can go on during replay.
             self._planner.adopt(layout)
             self._run.capture.memory.use(layout)
@@ -203,6 +205,9 @@ class CheckpointSession:
     def boundary(self, step: int, outcome: Journal) -> None:
         """Capture the policy's part of boundary `step`; call right after an optimizer step."""
         job, progress, tiers, capture = self.job, self._progress, self._run.tiers, self._run.capture
+        if not self._takes:
+            progress.steps, progress.at = progress.steps + 1, step
+            return
         capture.complete_seal()  # if no optimizer step has completed it
         report_failures(tiers, capture.failures, job.config.url)
         # The first generation after a replay is complete where it ends: training catches up first.
@@ -250,7 +255,8 @@ class CheckpointSession:
     def takes(self, step: int) -> bool:
         """Return whether the newest boundary, `step`, needs a call of `seal`."""
         capture = self._run.capture
-        return self._progress.steps < _MEASURED_JOURNALS or capture.window is not None or capture.whole_at == step
+        wanted = self._progress.steps < _MEASURED_JOURNALS or capture.window is not None or capture.whole_at == step
+        return self._takes and wanted
 
     def within_window(self, step: int) -> bool:
         """Return whether the newest boundary, `step`, is in the middle of a window: no run will resume from it."""
@@ -275,6 +281,8 @@ class CheckpointSession:
         fresh = run.found is None and first
         if first:
             self._durations.first_batch()
+        if not self._takes:
+            return
         if steps < _MEASURED_JOURNALS:
             outcome = {**self._progress.outcome, **self._planner.state()}
             with suppress(CodecError):  # a boundary with this journal spoils its window, and says why
@@ -310,13 +318,13 @@ class CheckpointSession:
 
     @property
     def dense_possible(self) -> bool:
-        """Whether this incarnation has taken steps and is dense; never in replay."""
-        return not self.replaying and self._progress.steps > 0
+        """Whether this incarnation has taken steps and is dense; never in replay, or where steps are run again."""
+        return self._takes and not self.replaying and self._progress.steps > 0
 
     @property
     def _may_end(self) -> bool:
         """Whether the last boundary is worth a dense generation: a resumed one is stored already."""
-        return not self.replaying and (self._progress.steps > 0 or self._run.found is None)
+        return self._takes and not self.replaying and (self._progress.steps > 0 or self._run.found is None)
 
     def stop(self, step: int, start: Journal, *, timeout: float) -> bool:
         """Store a dense generation of boundary `step`, where training stops; return if durable on all ranks. Collective.

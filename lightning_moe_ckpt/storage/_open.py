@@ -26,6 +26,7 @@ from typing_extensions import override
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import ConfigurationError, KeyExists, KeyMissing, StorageError, StorageRefused
+from lightning_moe_ckpt.launch import RERUN
 from lightning_moe_ckpt.storage._backend import MIN_NBYTES_PER_SECOND, PATIENCE, Backend, Entry, StorageOptions
 from lightning_moe_ckpt.storage._object_options import SCHEMES, Unmapped
 from lightning_moe_ckpt.storage._posix import PosixBackend
@@ -232,6 +233,26 @@ class Retrying(WrappedBackend):
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
 
+class ReadOnly(WrappedBackend):
+    """Backend that refuses to write."""
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__(backend, self._read)
+
+    @property
+    @override
+    def creates_exclusively(self) -> bool:
+        return False  # a probe would write
+
+    def _read(self, call: StorageCall, operation: Callable[[], T]) -> T:
+        if call.writes or call.verb in {"delete", "sweep"}:
+            raise StorageRefused(
+                f"{self.url}: `{call}` is refused: `moe-ckpt replay` changes nothing that is stored. Leave it out of the script "
+                "where MOE_CKPT_RERUN is in the environment."
+            )
+        return operation()
+
+
 _wrappers: list[Callable[[Backend], Backend]] = []
 
 
@@ -251,7 +272,7 @@ def open_backend(
     operation is retried for `patience`, without the time for its bytes.
     """
     backend = open_without_retries(url, storage_options=storage_options, bandwidth=bandwidth)
-    for wrap in _wrappers:
+    for wrap in [*_wrappers, *([ReadOnly] if RERUN in os.environ else [])]:
         backend = wrap(backend)
     rate = min(MIN_NBYTES_PER_SECOND, bandwidth or MIN_NBYTES_PER_SECOND)
     return Retrying(backend, patience=patience, min_nbytes_per_second=rate)

@@ -20,6 +20,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import Corrupt, KeyMissing, StorageError
+from lightning_moe_ckpt.launch import RerunRequest
 from lightning_moe_ckpt.storage import (
     RING_HEADER_NBYTES,
     Commit,
@@ -94,6 +95,8 @@ class SessionConfig:
     """Whether generations of other ranks, or of ranks in another layout, are resumed from, or refused."""
     freeze_heap: bool = True
     """Whether the garbage collector may ignore all objects alive as training begins."""
+    rerun: RerunRequest | None = None
+    """Steps to run again, writing nothing; `None` to train on."""
     densify: str = ""
     """Tag, as of shared memory, of the only run that may be resumed; it ends once dense and stored. Empty to train on."""
 

@@ -22,7 +22,7 @@ FAULTY = 4
 POLICIES: dict[str, Callable[[str], CheckpointCallback]] = {
     "dense": partial(DenseCheckpoint, every_n_steps=2, keep=9),
     "sparse": partial(SparseCheckpoint, window=2, keep=9),
-    "differential": partial(DifferentialCheckpoint, batch=3, every_n_steps=9, keep=9),
+    "differential": partial(DifferentialCheckpoint, every_n_steps=5, batch=2, keep=20),
 }
 
 

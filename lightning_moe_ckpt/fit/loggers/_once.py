@@ -239,10 +239,9 @@ KEPT = "metrics.kept.csv"
 class LogFolders:
     """Continue the run's log files in one trainer, from `on_fit_start`, before a row is written, until `remove`."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        owner = trainer.is_global_zero
-        found = [_log_of(logger, owner=owner) for logger in trainer.loggers]
+    def __init__(self, trainer: Trainer, *, follows: bool = True) -> None:
+        self._follows, owner = follows, trainer.is_global_zero
+        found = [_log_of(logger, owner=owner) for logger in trainer.loggers if follows]
         self._logs = [each for each in found if each is not None]
 
     def take(self) -> dict[str, Any]:
@@ -251,6 +250,8 @@ class LogFolders:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue in the folders of the run."""
+        if not self._follows:
+            return
         if len(state["logs"]) != len(self._logs):
             log.warning("this run has other loggers than before: rows of steps that are trained again appear twice")
             return

@@ -1,0 +1,158 @@
+"""Run steps of a stored run again, look at them, and compare their losses with the run's journals: `moe-ckpt replay`.
+
+A step is the one in which `trainer.global_step` has its number, as loggers show it. It ends at the next boundary, whose
+journal has its losses: so those are known that end inside a stored window, or where a generation was taken.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt.coordination import Exchange
+from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, StorageError
+from lightning_moe_ckpt.fit._dump import StepDump
+from lightning_moe_ckpt.journal import decode_journal
+from lightning_moe_ckpt.launch import RerunRequest
+from lightning_moe_ckpt.recovery import same_bits
+from lightning_moe_ckpt.snapshot import JOURNAL
+from lightning_moe_ckpt.storage import RecordColumns, RunView, SegmentEntry, digest_of, open_backend
+from lightning_moe_ckpt.tiers import SessionConfig
+
+log = rank_logger(__name__)
+
+OF_TRAINER = ("gradient_clip_val", "gradient_clip_algorithm")
+"""Attributes of the trainer that `--set` may set."""
+
+
+class Rerun(Callback):
+    """Hooks of the steps that are looked at, right behind those that restore state."""
+
+    def __init__(self, request: RerunRequest) -> None:
+        self.request, self._within = request, ExitStack()
+        self._hook: Any = _function(request.hook) if request.hook else None
+        self._journalled: dict[int, list[Tensor]] = {}
+        self._rows: list[list[Any]] = []
+        self._files: list[str] = []
+        self._dump: StepDump | None = None
+        self.first = 0
+        """First boundary of the restored generation."""
+        self.notes: list[str] = []
+        """Reasons for other losses than those of the run, in words."""
+
+    def begins(self, config: SessionConfig, trainer: Trainer, first: int) -> None:
+        """Read the journals of the steps to come, once a generation is restored, whose `first` boundary this is."""
+        request, self.first = self.request, first
+        self._journalled = journalled_losses(
+            config, trainer.global_rank, trainer.world_size, range(first + 1, request.until + 2)
+        )
+        if request.dump:
+            self._dump = StepDump(request.dump, Path(request.out), trainer.global_rank)
+        if request.given:
+            self.notes.append(
+                f"from step {request.step} on with {', '.join(f'{k}={v}' for k, v in request.given.items())}"
+            )
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step < self.request.step:
+            return
+        self._set(trainer)
+        if self._dump is not None:
+            self._dump.batch_begins(pl_module, batch)
+        if self._hook is not None and hasattr(within := self._hook(trainer, pl_module, batch, batch_idx), "__enter__"):
+            self._within.enter_context(within)
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        if self._dump is not None and trainer.global_step >= self.request.step:
+            self._dump.before_optimizer_step(pl_module)
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        self._within.close()
+
+    def stepped(self, boundary: int, losses: list[Tensor], among: Exchange) -> None:
+        """Compare the step that ended at `boundary`, all hooks included; end the process with status 0 behind the last. Collective there."""
+        step, original = boundary - 1, self._journalled.get(boundary)
+        same = None if original is None else same_bits(losses, original)
+        if same is False and not self.notes:
+            log.error("step %d gave another loss than in the run: %s, was %s", step, _plain(losses), _plain(original))
+        self._rows.append([step, _plain(losses), _plain(original), same])
+        if step >= self.request.step and self._dump is not None:
+            self._files += self._dump.ends(step)
+        if step < self.request.until:
+            return
+        ranks = among.gather_values([self._rows, self._files, self.notes])
+        if among.is_coordinator:
+            Path(self.request.results).write_text(json.dumps({"first": self.first, "ranks": ranks}), "utf-8")
+        raise SystemExit(0)
+
+    def _set(self, trainer: Trainer) -> None:
+        for name, value in self.request.given.items():
+            groups = trainer.optimizers[0].param_groups
+            if name in OF_TRAINER:
+                setattr(trainer, name, value)
+            elif not any(name in group for group in groups):
+                known = sorted({key for group in groups for key in group} - {"params"})
+                raise ConfigurationError(
+                    f"`--set {name}=...`: there is no such value. Known are {', '.join([*known, *OF_TRAINER])}."
+                )
+            for group in groups:
+                if name in group:
+                    group[name].fill_(value) if isinstance(group[name], Tensor) else group.update({name: value})
+
+
+def journalled_losses(config: SessionConfig, rank: int, world_size: int, boundaries: range) -> dict[int, list[Tensor]]:
+    """Return a rank's losses of the steps that end at these boundaries, by boundary, where a generation of as many ranks has them."""
+    found: dict[int, list[Tensor]] = {}
+    with closing(open_backend(config.url, storage_options=config.storage_options)) as backend:
+        view = RunView.open(backend)
+        for stored in view.generations():
+            commit = stored.commit
+            if not stored.usable or commit is None or commit.world_size != world_size:
+                continue
+            if not any(step in boundaries for step in commit.steps):
+                continue
+            with suppress(Corrupt, StorageError):  # the run goes on, and may delete what it does not keep
+                for entry in view.read_marker(commit, rank).segments:
+                    if entry.step in boundaries and (losses := _losses(backend, entry)):
+                        found[entry.step] = losses
+    return found
+
+
+def _losses(backend: Any, entry: SegmentEntry) -> list[Tensor]:
+    columns = RecordColumns.of(entry.records)
+    row = list(columns.name).index(JOURNAL)
+    record = bytearray(columns.nbytes[row])
+    backend.get_range(entry.key, columns.offset[row], memoryview(record))
+    if digest_of(memoryview(record)) != columns.digest[row]:
+        raise Corrupt(f"{entry.key}: its journal is damaged.")
+    return decode_journal(torch.frombuffer(record, dtype=torch.uint8))["outcome"]["losses"] or []
+
+
+def _plain(losses: list[Tensor] | None) -> list[float] | None:
+    return None if losses is None else [loss.item() for loss in losses]
+
+
+def _function(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    sys.path.insert(0, "")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigurationError(
+            f"`--hook {name}`: {error}. Give a module that Python finds from here, and a function of it."
+        ) from error

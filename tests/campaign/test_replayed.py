@@ -1,0 +1,64 @@
+"""What `moe-ckpt replay` stores of a step is what the run itself would have stored in this step, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from campaign._campaign import checkpoints, memory_of_run
+from campaign._pipelined import Pipelined
+from campaign._replayed import Again, train_dumped
+from campaign._training import Checkpointing, Setup
+from campaign._warm import WarmParents
+from lightning_moe_ckpt.testing import run_attempts
+
+KEPT: dict[str, Any] = {"keep": 99, "arguments": (("replicas", 0),)}
+DENSE = Checkpointing(policy="dense", every_n_steps=3, **KEPT)
+SPARSE = Checkpointing(policy="sparse", window=3, **KEPT)
+DIFFERENTIAL = Checkpointing(policy="differential", batch=4, **KEPT)
+POLICIES = {"dense": DENSE, "sparse": SPARSE, "differential": DIFFERENTIAL}
+
+
+def listed(folder: Path) -> dict[str, tuple[int, int]]:
+    """All files of a run, by size and time of the last change."""
+    found = {str(each): each.stat() for each in checkpoints(folder).rglob("*") if each.is_file()}
+    return {name: (each.st_size, each.st_mtime_ns) for name, each in found.items()}
+
+
+def replayed(warm: WarmParents, folder: Path, setup: Setup, *steps: tuple[int, int]) -> list[dict[str, Any]]:
+    """Train once, run these steps again, compare all dumps, and return what each replay says."""
+    place: dict[str, Any] = {"url": checkpoints(folder).as_uri(), "world_size": setup.world_size}
+    dumps, said = folder / "dumps", []
+    warm.call(run_attempts, partial(train_dumped, setup, dumps), workdir=folder / "run", **place)
+    before, memory = listed(folder), memory_of_run(checkpoints(folder))
+    for step, until in steps:
+        again = folder / f"again{step}"
+        again.mkdir()
+        warm.call(run_attempts, Again(setup, again, step, until), workdir=folder / f"at{step}", first_index=1, **place)
+        said.append(json.loads((again / "results.json").read_text()))
+        found = sorted(again.glob("*.safetensors"))
+        assert len(found) == 3 * setup.world_size * (until + 1 - step)
+        assert [path.name for path in found if path.read_bytes() != (dumps / path.name).read_bytes()] == []
+        assert (listed(folder), memory_of_run(checkpoints(folder))) == (before, memory)
+    first, second = (sorted(dumps.glob(f"step-{step}.*")) for step in (steps[0][0], steps[0][0] + 1))
+    assert all(one.read_bytes() != other.read_bytes() for one, other in zip(first, second, strict=True))
+    return said
+
+
+def compared(said: dict[str, Any]) -> int:
+    """Losses that are those of the run's journals; none differs."""
+    rows = [row for rank, *_ in said["ranks"] for row in rank]
+    assert [row for row in rows if row[3] is False] == []
+    return sum(row[3] is True for row in rows)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_step_again(warm: WarmParents, tmp_path: Path, policy: str) -> None:
+    """One rank, from storage alone, by a process with another seed, with validation and a new epoch between."""
+    setup = Setup(checkpointing=POLICIES[policy], epochs=2)
+    (said,) = replayed(warm, tmp_path, setup, (7, 8))
+    assert compared(said) > 0
