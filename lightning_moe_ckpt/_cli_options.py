@@ -112,6 +112,19 @@ the rest of the batch.
 
 Exit status: 0 done, 1 done, with other losses than the run's, 2 not done."""
 
+AUDIT = """\
+Run the steps between two kept generations again, elsewhere or at another time, and compare every bit: the losses that the run's journals
+have, and the state at the second generation. This finds what a faulty device has computed wrong in any of these steps, and what storage
+or memory has changed since.
+
+COMMAND starts the run's own training, as for `replay`, which restores the first of the two. Nothing is written to URL.
+Experts of a sparse second generation are compared where they are stored as of its last step; all others have to show in losses.
+
+What differs first is said. Then the steps are run a second time: if that differs from the first time too, this machine does not
+repeat itself, by nondeterministic kernels or a fault of its own, and there is no verdict.
+
+Exit status: 0 the same bits, 1 other bits than the run's, 2 no verdict."""
+
 IMPORT = """\
 Begin a run at URL from a checkpoint of another tool. It becomes a dense generation, from which any number of ranks goes on,
 in any layout.

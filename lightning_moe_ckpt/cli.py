@@ -33,7 +33,7 @@ _STATUSES = """\
 Exit status:
   0    done; for verify: everything is as it was written
   1    verify: something is damaged, or there is nothing to restore;
-       diff: the states differ;
+       diff, audit: something differs;
        doctor: checkpoints are not safe at URL, or a node is not good
   2    wrong arguments, or the command could not do its work;
        standard error says why in a line
@@ -302,6 +302,19 @@ _LOOKING = [
             type=_setting,
             multiple=True,
             name="given",
+        ),
+    ),
+    _on_a_run(
+        "audit",
+        "Run the steps between two generations again, and compare every bit with the run's.",
+        _cli_options.AUDIT,
+        click.Argument(["command"], metavar="-- COMMAND [ARGS]...", nargs=-1, required=True, type=click.UNPROCESSED),
+        _option(
+            "--from",
+            "From the newest generation at or before step N (default: the newest two).",
+            "N",
+            type=int,
+            name="start",
         ),
     ),
     _command(

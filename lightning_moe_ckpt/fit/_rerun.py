@@ -84,6 +84,10 @@ class Rerun(Callback):
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         self._within.close()
 
+    def stores(self, boundary: int) -> bool:
+        """Return whether the state at `boundary` is to be stored: for audits, at the last."""
+        return bool(self.request.store) and boundary > self.request.until
+
     def stepped(self, boundary: int, losses: list[Tensor], among: Exchange) -> None:
         """Compare the step that ended at `boundary`, all hooks included; end the process with status 0 behind the last. Collective there."""
         step, original = boundary - 1, self._journalled.get(boundary)

@@ -322,6 +322,8 @@ class FitSession:
         takes, within = not alone and session.takes(step), session.within_window(step)
         self._recorder.want_start(original, needed=takes, replayed_only=within)
         if self._rerun is not None:
+            if self._rerun.stores(step):
+                session.stop(step, {}, timeout=self.sessions.config.commit_timeout.total_seconds())
             self._rerun.stepped(step, outcome["losses"], self.sessions.among())
 
     def after_hooks(self) -> None:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from rich.console import RenderableType
+from rich.table import Table
 from torch import Tensor
 
 from lightning_moe_ckpt.errors import Corrupt, NoUsableGeneration
@@ -373,20 +374,26 @@ def _place(state: StoredState) -> Row:
     return {"url": state.url, "run_id": state.commit.run_id, "step": state.step, "incarnation": incarnation, **told}
 
 
+def difference_table(rows: Sequence[Row], a: str, b: str) -> Table:
+    """Return differing tensors, whose values at the largest difference are called `a` and `b`."""
+    titles = ("operator", "tensor", "differ", "of", "largest", "at", a, b)
+    table = plain_table(*titles, right=(*titles[2:5], *titles[6:]), wraps="tensor")
+    for row in rows[:_SHOWN]:
+        values = (f"{row['largest']:.3g}", str(list(row["at"])), f"{row['a']:.9g}", f"{row['b']:.9g}")
+        table.add_row(row["operator"], row["tensor"], str(row["differing"]), str(row["numel"]), *values)
+    if len(rows) > _SHOWN:
+        table.add_row("...", f"{len(rows) - _SHOWN} more, see --json")
+    return table
+
+
 def _tables(document: Row) -> list[RenderableType]:
     """Return the differing tensors, worst first, with what is known of the reason."""
     said: list[RenderableType] = [
         f"{side.upper()}: step {each['step']} (incarnation {each['incarnation']}) of {each['url']}, {each['kind']}, ranks: {each['ranks']}"
         for side, each in ((side, document[side]) for side in "ab")
     ]
-    titles = ("operator", "tensor", "differ", "of", "largest", "at", "in A", "in B")
-    table = plain_table(*titles, right=(*titles[2:5], *titles[6:]), wraps="tensor")
     rows, apart = document["tensors"], document["not_compared"]
-    for row in rows[:_SHOWN]:
-        values = (f"{row['largest']:.3g}", str(list(row["at"])), f"{row['a']:.9g}", f"{row['b']:.9g}")
-        table.add_row(row["operator"], row["tensor"], str(row["differing"]), str(row["numel"]), *values)
-    said += [table] if rows else []
-    said += [f"and {len(rows) - _SHOWN} tensors more, see --json"] if len(rows) > _SHOWN else []
+    said += [difference_table(rows, "in A", "in B")] if rows else []
     said += document["notes"]
     said += [f"not compared, as of different steps: {len(apart)} operators, first {apart[0]}"] if apart else []
     said += [f"beside the state: {each}" for each in document["beside"]]

@@ -37,9 +37,6 @@ def rerun(
 ) -> Answer:
     """Run the steps from `step` to `until` again by `command`, see `RerunRequest`. Raises `NoUsableGeneration` if no generation is as old."""
     view, until = RunView.open(backend), step if until is None else until
-    assert view.history is not None or not view.run_id
-    if view.history is None:
-        raise NoUsableGeneration(f"{view.url}: its log cannot be read. `moe-ckpt repair` rebuilds a lost log.")
     kept = sorted(stored.generation.step for stored in view.generations() if stored.usable)
     if not kept or kept[0] > step:
         can = (
@@ -57,11 +54,9 @@ def rerun(
             f"`--out {out}` is inside of the run's URL, where nothing is written. Give another folder."
         )
     with tempfile.TemporaryDirectory(prefix="moe-ckpt-replay-") as folder:
-        results = Path(folder, "results.json")
-        request = RerunRequest(
-            tag=memory_tag(view.history.key, view.url),
-            name=uuid.uuid4().hex,
-            results=str(results),
+        request = request_for(
+            view,
+            Path(folder, "results.json"),
             step=step,
             until=until,
             hook=hook,
@@ -69,17 +64,30 @@ def rerun(
             out="" if out is None else str(out.absolute()),
             given=dict(given),
         )
-        status = _run(command, os.environ | request.to_environment())
-        if not results.is_file():
-            why = (
-                f"ended with status {status}, as its output says"
-                if status
-                else "has ended, and its fit has not come to this step"
-            )
-            raise CheckpointError(
-                f"Step {until} was not run again: COMMAND {why}. It has to train as the run did, with its checkpoint callback at this URL."
-            )
-        return _answer(view, request, json.loads(results.read_text("utf-8")), kept)
+        return _answer(view, request, run_again(request, command), kept)
+
+
+def request_for(view: RunView, results: Path, **asked: Any) -> RerunRequest:
+    """Return a request to run steps of a run again. Raises `NoUsableGeneration` if the run's log cannot be read."""
+    if view.history is None:
+        raise NoUsableGeneration(f"{view.url}: its log cannot be read. `moe-ckpt repair` rebuilds a lost log.")
+    tag = memory_tag(view.history.key, view.url)
+    return RerunRequest(tag=tag, name=uuid.uuid4().hex, results=str(results), **asked)
+
+
+def run_again(request: RerunRequest, command: Sequence[str]) -> dict[str, Any]:
+    """Run steps again by `command`, and return the results. Raises `CheckpointError` if there are none."""
+    status, results = _run(command, os.environ | request.to_environment()), Path(request.results)
+    if results.is_file():
+        return dict(json.loads(results.read_text("utf-8")))
+    failed, ended = (
+        f"ended with status {status}, as its output says",
+        "has ended, and its fit has not come to this step",
+    )
+    raise CheckpointError(
+        f"Step {request.until} was not run again: COMMAND {failed if status else ended}. It has to train as the run did, with its "
+        "checkpoint callback at this URL."
+    )
 
 
 def _url_of(path: Path) -> str:

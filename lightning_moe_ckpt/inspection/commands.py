@@ -47,6 +47,7 @@ from lightning_moe_ckpt.inspection._answers import (
     repair_tables,
     select,
 )
+from lightning_moe_ckpt.inspection._audit import audit_window
 from lightning_moe_ckpt.inspection._cluster import examine_cluster
 from lightning_moe_ckpt.inspection._conformance import Check, examine_url
 from lightning_moe_ckpt.inspection._diff import diff as compare
@@ -251,6 +252,13 @@ def replay(backend: Backend, **asked: Any) -> Answer:
     """Run steps again in the user's training."""
     with _interrupted_by_sigterm():
         return rerun(backend, **asked)
+
+
+@_of_run
+def audit(backend: Backend, *, start: int | None, command: Sequence[str]) -> Answer:
+    """Run a window again in the user's training, and compare."""
+    with _interrupted_by_sigterm():
+        return audit_window(backend, start, command)
 
 
 @_of_run

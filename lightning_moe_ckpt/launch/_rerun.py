@@ -32,6 +32,8 @@ class RerunRequest:
     """Parts of each step to store: `gradients`, `activations`, `batch`."""
     out: str = ""
     """Folder for them."""
+    store: str = ""
+    """Folder for what is written to the URL in the place of it, and a generation of the end among that; empty to keep it in memory."""
     given: Mapping[str, Any] = field(default_factory=dict)
     """Values of the optimizer's groups, or of the trainer's clipping, from `step` on."""
 

@@ -106,7 +106,7 @@ class RunOpener:
         """
         with self._exchange.raise_together():  # a package may be missing on one machine only
             opened = self._open_backend()
-            self._backend = Overlay(opened) if job.rerun else opened
+            self._backend = Overlay(opened, job.rerun.store) if job.rerun else opened
             _refuse_process_memory(self._backend.url, self._world_size)
             expect_header_fits(job.view, job.groups)
         listed = self._open_store(self._backend, resume)

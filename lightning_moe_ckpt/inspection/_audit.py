@@ -1,0 +1,123 @@
+"""Run the steps between two stored generations again, and compare every bit with what the run has stored.
+
+A difference is a verdict only if it comes back: the steps are then run a second time, and must give the same bits as the
+first time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rich.console import RenderableType
+
+from lightning_moe_ckpt.errors import CheckpointError, NoUsableGeneration
+from lightning_moe_ckpt.inspection._answers import Answer, Row, kind_of, select
+from lightning_moe_ckpt.inspection._diff import Comparison, Stored, StoredState, difference_table, losses_text
+from lightning_moe_ckpt.inspection._rerun import request_for, run_again
+from lightning_moe_ckpt.storage import Backend, Overlay, RunView
+
+_STATUSES = {"the same bits": 0, "other bits": 1, "no verdict": 2}
+
+
+class _Again:
+    """The steps between two boundaries, run again by `command`, with files in `folder`."""
+
+    def __init__(self, run: Stored, between: tuple[int, int], command: Sequence[str], folder: Path) -> None:
+        (backend, view), (first, last) = run, between
+        folder.mkdir()
+        store, results = folder / "store", folder / "results.json"
+        found = run_again(request_for(view, results, step=first, until=last - 1, store=str(store)), command)
+        self.rows = sorted([step, rank, *row] for rank, (rows, *_) in enumerate(found["ranks"]) for step, *row in rows)
+        """Step, rank, losses, those of the journal, and whether they are the same; `None` where none are stored."""
+        self.notes = list(dict.fromkeys(note for _, _, notes in found["ranks"] for note in notes))
+        """Reasons for other bits than those of the run."""
+        again = Overlay(backend, str(store))
+        view = RunView.open(again)
+        stored = select(view, last)
+        if stored.generation == select(run[1], last).generation:
+            raise CheckpointError(f"The state at step {last} was not stored, as the output of COMMAND says.")
+        self.state = StoredState((again, view), stored)
+
+
+def audit_window(backend: Backend, start: int | None, command: Sequence[str]) -> Answer:
+    """Run the steps from one kept generation to the next again, and compare.
+
+    Args:
+        backend: storage of the run.
+        start: the window begins with the newest generation at or before this step; `None` for the newest two generations.
+        command: starts the run's training.
+
+    Raises:
+        NoUsableGeneration: there are no two such generations.
+        CheckpointError: the training did not come to the second.
+    """
+    view = RunView.open(backend)
+    first, last = _window(view, start)
+    stored = StoredState((backend, view), select(view, last))
+    with TemporaryDirectory(prefix="moe-ckpt-audit-") as folder:
+        turns = [_Again((backend, view), (first, last), command, Path(folder, "first"))]
+        comparison = Comparison(stored, turns[0].state)
+        wrong = [row for row in turns[0].rows if row[-1] is False]
+        rows = [row._asdict() for row in comparison.differences()]
+        verdict, notes = "the same bits", [*comparison.notes, *turns[0].notes]
+        if wrong or rows or comparison.notes:
+            turns.append(_Again((backend, view), (first, last), command, Path(folder, "second")))
+            repeats = json.dumps(turns[0].rows) == json.dumps(turns[1].rows)
+            repeats = repeats and Comparison(turns[0].state, turns[1].state).equal()
+            verdict = "other bits" if repeats and not turns[0].notes else "no verdict"
+            notes += [] if repeats else ["run twice here, the steps gave different bits"]
+    document = {
+        "url": view.url,
+        "run_id": view.run_id,
+        "first": first,
+        "last": last,
+        "verdict": verdict,
+        "losses_compared": sum(row[-1] is not None for row in turns[0].rows),
+        "losses": [dict(zip(("step", "rank", "again", "stored"), row, strict=False)) for row in wrong],
+        "operators_compared": len(comparison.compared),
+        "not_compared": comparison.apart,
+        "tensors": rows,
+        "notes": [*notes, *comparison.beside()],
+    }
+    return Answer(document, lambda: _tables(document), status=_STATUSES[verdict])
+
+
+def _window(view: RunView, start: int | None) -> tuple[int, int]:
+    """Return the steps of two generations: the first can be resumed for bits, the second is the next one."""
+    kept = {each.generation.step: kind_of(each.commit) for each in view.generations() if each.usable and each.commit}
+    pairs = [(step, min(later for later in kept if later > step)) for step in kept if step < max(kept)]
+    pairs = sorted(pair for pair in pairs if kept[pair[0]] != "partial" and (start is None or pair[0] <= start))
+    if not pairs:
+        raise NoUsableGeneration(
+            f"{view.url} has no two generations, the first of which is{f' at or before step {start}, and' if start is not None else ''} "
+            f"resumed for bits. It keeps {', '.join(f'{step} ({kept[step]})' for step in sorted(kept)) or 'none'}."
+        )
+    return pairs[-1]
+
+
+def _tables(document: Row) -> list[RenderableType]:
+    first, last, rows, apart = (document[key] for key in ("first", "last", "tensors", "not_compared"))
+    said: list[RenderableType] = [f"steps {first} to {last - 1} of run {document['run_id']} were run again"]
+    losses = document["losses"]
+    said.append(f"losses: {document['losses_compared']} compared, {len(losses)} differ")
+    if losses:
+        row = losses[0]
+        said.append(
+            f"first: step {row['step']}, rank {row['rank']}: {losses_text(row['again'])}, in the run {losses_text(row['stored'])}"
+        )
+    differ = len({row["operator"] for row in rows})
+    said.append(f"state at step {last}: {document['operators_compared']} operators compared, {differ} differ")
+    said += [difference_table(rows, "in the run", "again")] if rows else []
+    said += [f"not compared, as stored of earlier steps: {len(apart)} operators, first {apart[0]}"] if apart else []
+    return [*said, *(f"note: {note}" for note in document["notes"]), _MEANING[document["verdict"]]]
+
+
+_MEANING = {
+    "the same bits": "the same bits",
+    "other bits": "OTHER BITS, twice the same here: the run has computed, or kept, something wrong in these steps, or this machine does, "
+    "always; an audit on a third machine tells which",
+    "no verdict": "NO VERDICT, for the reasons above",
+}
