@@ -97,7 +97,12 @@ def _url_of(path: Path) -> str:
 def _run(command: Sequence[str], environment: dict[str, str]) -> int:
     start = [sys.executable] if command[0].endswith(".py") else []
     try:
-        return subprocess.run([*start, *command], env=environment, stdout=_STANDARD_ERROR, check=False).returncode  # noqa: S603
+        with subprocess.Popen([*start, *command], env=environment, stdout=_STANDARD_ERROR) as child:  # noqa: S603
+            try:
+                return child.wait()
+            except BaseException:
+                child.terminate()  # so that a launcher ends its ranks
+                raise
     except OSError as error:
         raise ConfigurationError(f"`{command[0]}` cannot be started: {error.strerror}.") from error
 

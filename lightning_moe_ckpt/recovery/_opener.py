@@ -54,7 +54,6 @@ from lightning_moe_ckpt.storage import (
     Backend,
     Commit,
     GenerationId,
-    Overlay,
     RankMarker,
     Resume,
     RunStore,
@@ -85,7 +84,7 @@ class RunOpener:
         self._backend: Backend | None = None
         self.store: RunStore
         self._incarnation, self._nonce = 0, ""
-        self._tag = ""
+        self._tag, self._changes_nothing = "", False
         self.claim: MemoryClaim
         """Claim on this rank's memory, once the run is open."""
 
@@ -105,17 +104,17 @@ class RunOpener:
         `IdentityMismatch` if the run was written by another model, optimizer or world.
         """
         with self._exchange.raise_together():  # a package may be missing on one machine only
-            opened = self._open_backend()
-            self._backend = Overlay(opened, job.rerun.store) if job.rerun else opened
+            self._backend = self._open_backend()
             _refuse_process_memory(self._backend.url, self._world_size)
             expect_header_fits(job.view, job.groups)
+        self._changes_nothing = job.rerun is not None
         listed = self._open_store(self._backend, resume)
         if job.only_tag not in {"", self._tag}:
             raise ConfigurationError(
-                f"`moe-ckpt {'replay' if job.rerun else 'densify'}` was given another URL than the callback of this script, {self.store.url}. Give it that "
-                "one, or change the script's by arguments behind `--`."
+                f"`moe-ckpt {'replay' if job.rerun else 'densify'}` was given another URL than the callback of this script, "
+                f"{self.store.url}. Give it that one, or change the script's by arguments behind `--`."
             )
-        if job.rerun:
+        if job.rerun is not None:
             self._tag = job.rerun.name  # memory of the run, which may train meanwhile, is neither read nor taken
         any_memory, fresh = resume == "memory", job.view.operators
         with closing(HostTier(self._tag)) as memory:
@@ -132,10 +131,10 @@ class RunOpener:
                 resumed = None if found is None else found.generation
                 if found is None:
                     job.view.operators = fresh  # without the constants of generations that failed
-                if self._open_incarnation(resumed, search, foreign=any_memory):
+                if job.rerun is not None or self._open_incarnation(resumed, search, foreign=any_memory):
                     stored = [version.generation for version in search.committed]
                     self.claim = MemoryClaim(
-                        tag=self._tag if job.rerun is None else job.rerun.name,
+                        tag=self._tag,
                         run_id=self.run_id,
                         url=self.store.place,
                         offered=search.foreign,
@@ -170,7 +169,8 @@ class RunOpener:
 
     def _list(self) -> object:
         """Return commits, generations kept for their files, and reasons why others cannot be read."""
-        self.store.promote()
+        if not self._changes_nothing:
+            self.store.promote()
         commits = [commit.to_bytes() for commit in self.store.candidates()]
         sources = [commit.to_bytes() for commit in self.store.sources]
         return [commits, sources, [f"{where}: {why}" for where, why in self.store.unreadable]]

@@ -73,9 +73,7 @@ class OpenRun:
         self.capture.close()
         self.tiers.close()
         self.account.close()
-        self.tiers.release(
-            unlink=not keep_memory and self.job.config.rerun is None and self.memory_is_superseded(ask=True)
-        )
+        self.tiers.release(unlink=not keep_memory and self.memory_is_superseded(ask=True))
         self.opener.close()
 
 

@@ -46,7 +46,6 @@ from lightning_moe_ckpt.storage._open import WrappedBackend as WrappedBackend
 from lightning_moe_ckpt.storage._open import checked_url as checked_url
 from lightning_moe_ckpt.storage._open import open_backend as open_backend
 from lightning_moe_ckpt.storage._open import wrapping_backends as wrapping_backends
-from lightning_moe_ckpt.storage._overlay import Overlay as Overlay
 from lightning_moe_ckpt.storage._posix import PosixBackend as PosixBackend
 from lightning_moe_ckpt.storage._retention import Retention as Retention
 from lightning_moe_ckpt.storage._run_store import Resume as Resume

@@ -20,7 +20,6 @@ from lightning_moe_ckpt.storage import RunView, open_backend
 from lightning_moe_ckpt.storage._open import memory_tag
 from lightning_moe_ckpt.testing import Attempt
 
-
 _at: dict[str, Any] = {"step": -1}
 """The dump under way; not an attribute, which would be part of the run's state."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,3 +63,25 @@ def test_a_step_again(warm: WarmParents, tmp_path: Path, policy: str) -> None:
     setup = Setup(checkpointing=POLICIES[policy], epochs=2)
     (said,) = replayed(warm, tmp_path, setup, (7, 8))
     assert compared(said) > 0
+
+
+LAYOUTS: dict[str, Setup] = {
+    "three ranks": Setup(world_size=3, model="tied", accumulate=2, epochs=4),
+    "four ranks, DDP": Setup(world_size=4, strategy="ddp", model="stacked", scheduler="plateau"),
+    "two groups of experts": Setup(world_size=4, expert_parallel=2, model="layers", optimizer="adamw_amsgrad"),
+    "two stages": Pipelined(world_size=4, stages=2, epochs=2),
+    "bf16, averages": Setup(precision="bf16-mixed", averaged="ema", model="batch_norm", workers=2),
+    "fp16, overflows": Setup(precision="16-mixed", overflow_steps=(5,), epoch_metrics=True),
+}
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_steps_again_on_many_ranks(warm: WarmParents, tmp_path: Path, layout: str, policy: str) -> None:
+    """At the generation's own step and behind it, in the same epoch and behind its end."""
+    if isinstance(setup := LAYOUTS[layout], Pipelined) and policy == "differential":
+        pytest.skip("`DifferentialCheckpoint` refuses stages")
+    said = replayed(warm, tmp_path, replace(setup, checkpointing=POLICIES[policy]), (3, 3), (4, 6), (8, 8))
+    assert sum(map(compared, said)) > 0

@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.loggers.logger import DummyExperiment
+from lightning.pytorch.loggers.logger import DummyLogger
 
 _READS = {"name", "version", "group_separator", "save_dir", "root_dir", "log_dir", "experiment"}
 
@@ -49,6 +49,6 @@ def _silence(logger: Logger, folder: Path) -> None:
     ]
     members: dict[str, Any] = dict.fromkeys(writes, lambda *_, **__: None)
     members |= {name: property(lambda _: folder) for name in ("save_dir", "root_dir") if hasattr(cls, name)}
-    experiment = DummyExperiment()
+    experiment = DummyLogger().experiment
     members |= {"experiment": property(lambda _: experiment), "is_silent": True, "__module__": cls.__module__}
     logger.__class__ = type(cls.__name__, (cls,), {**members, "__qualname__": cls.__qualname__})
