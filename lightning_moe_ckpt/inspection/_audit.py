@@ -13,11 +13,11 @@ from tempfile import TemporaryDirectory
 
 from rich.console import RenderableType
 
-from lightning_moe_ckpt.errors import CheckpointError, NoUsableGeneration
+from lightning_moe_ckpt.errors import NoUsableGeneration
 from lightning_moe_ckpt.inspection._answers import Answer, Row, kind_of, select
-from lightning_moe_ckpt.inspection._diff import Comparison, Stored, StoredState, difference_table, losses_text
+from lightning_moe_ckpt.inspection._diff import Comparison, StoredState, difference_table, losses_text
 from lightning_moe_ckpt.inspection._rerun import request_for, run_again
-from lightning_moe_ckpt.storage import Backend, Overlay, RunView
+from lightning_moe_ckpt.storage import Backend, PosixBackend, RunView
 
 _STATUSES = {"the same bits": 0, "other bits": 1, "no verdict": 2}
 
@@ -25,8 +25,8 @@ _STATUSES = {"the same bits": 0, "other bits": 1, "no verdict": 2}
 class _Again:
     """The steps between two boundaries, run again by `command`, with files in `folder`."""
 
-    def __init__(self, run: Stored, between: tuple[int, int], command: Sequence[str], folder: Path) -> None:
-        (backend, view), (first, last) = run, between
+    def __init__(self, view: RunView, between: tuple[int, int], command: Sequence[str], folder: Path) -> None:
+        first, last = between
         folder.mkdir()
         store, results = folder / "store", folder / "results.json"
         found = run_again(request_for(view, results, step=first, until=last - 1, store=str(store)), command)
@@ -34,12 +34,9 @@ class _Again:
         """Step, rank, losses, those of the journal, and whether they are the same; `None` where none are stored."""
         self.notes = list(dict.fromkeys(note for _, _, notes in found["ranks"] for note in notes))
         """Reasons for other bits than those of the run."""
-        again = Overlay(backend, str(store))
+        again = PosixBackend(store)
         view = RunView.open(again)
-        stored = select(view, last)
-        if stored.generation == select(run[1], last).generation:
-            raise CheckpointError(f"The state at step {last} was not stored, as the output of COMMAND says.")
-        self.state = StoredState((again, view), stored)
+        self.state = StoredState((again, view), select(view, last), constants=False)
 
 
 def audit_window(backend: Backend, start: int | None, command: Sequence[str]) -> Answer:
@@ -56,32 +53,32 @@ def audit_window(backend: Backend, start: int | None, command: Sequence[str]) ->
     """
     view = RunView.open(backend)
     first, last = _window(view, start)
-    stored = StoredState((backend, view), select(view, last))
+    stored = StoredState((backend, view), select(view, last), constants=False)
     with TemporaryDirectory(prefix="moe-ckpt-audit-") as folder:
-        turns = [_Again((backend, view), (first, last), command, Path(folder, "first"))]
+        turns = [_Again(view, (first, last), command, Path(folder, "first"))]
         comparison = Comparison(stored, turns[0].state)
         wrong = [row for row in turns[0].rows if row[-1] is False]
         rows = [row._asdict() for row in comparison.differences()]
         verdict, notes = "the same bits", [*comparison.notes, *turns[0].notes]
         if wrong or rows or comparison.notes:
-            turns.append(_Again((backend, view), (first, last), command, Path(folder, "second")))
+            turns.append(_Again(view, (first, last), command, Path(folder, "second")))
             repeats = json.dumps(turns[0].rows) == json.dumps(turns[1].rows)
             repeats = repeats and Comparison(turns[0].state, turns[1].state).equal()
             verdict = "other bits" if repeats and not turns[0].notes else "no verdict"
             notes += [] if repeats else ["run twice here, the steps gave different bits"]
-    document = {
-        "url": view.url,
-        "run_id": view.run_id,
-        "first": first,
-        "last": last,
-        "verdict": verdict,
-        "losses_compared": sum(row[-1] is not None for row in turns[0].rows),
-        "losses": [dict(zip(("step", "rank", "again", "stored"), row, strict=False)) for row in wrong],
-        "operators_compared": len(comparison.compared),
-        "not_compared": comparison.apart,
-        "tensors": rows,
-        "notes": [*notes, *comparison.beside()],
-    }
+        document = {
+            "url": view.url,
+            "run_id": view.run_id,
+            "first": first,
+            "last": last,
+            "verdict": verdict,
+            "losses_compared": sum(row[-1] is not None for row in turns[0].rows),
+            "losses": [dict(zip(("step", "rank", "again", "stored"), row, strict=False)) for row in wrong],
+            "operators_compared": len(comparison.compared),
+            "not_compared": comparison.apart,
+            "tensors": rows,
+            "notes": [*notes, *comparison.beside()],
+        }
     return Answer(document, lambda: _tables(document), status=_STATUSES[verdict])
 
 

@@ -26,7 +26,16 @@ from lightning_moe_ckpt.inspection._answers import Answer, Row, kind_of, plain_t
 from lightning_moe_ckpt.inspection._assemble import BUFFER, JOURNAL, PARAM, PRESENT, Assembler, StoredTensor
 from lightning_moe_ckpt.journal import decode_journal, differs
 from lightning_moe_ckpt.recovery import Replicas
-from lightning_moe_ckpt.storage import Backend, Bounds, RankMarker, RecordEntry, RunView, StoredGeneration, digest_of
+from lightning_moe_ckpt.storage import (
+    CONSTANTS,
+    Backend,
+    Bounds,
+    RankMarker,
+    RecordEntry,
+    RunView,
+    StoredGeneration,
+    digest_of,
+)
 
 _AT_ONCE = 2**24
 """Elements whose differences are in memory at once."""
@@ -57,9 +66,9 @@ class TensorDifference(NamedTuple):
 
 
 class StoredState:
-    """State of one generation, each operator as of the step at which it is stored."""
+    """State of one generation, each operator as of the step at which it is stored; with or without parameters that do not train."""
 
-    def __init__(self, run: Stored, stored: StoredGeneration) -> None:
+    def __init__(self, run: Stored, stored: StoredGeneration, *, constants: bool = True) -> None:
         backend, view = run
         assert stored.commit is not None, "`select` chooses among those with a manifest"
         self.url, self.commit, self.step = view.url, stored.commit, stored.generation.step
@@ -70,6 +79,11 @@ class StoredState:
             files = [file for marker in markers for file in marker.segments]
             steps = {record.operator: file.step for file in files for record in file.records if record.kind == "full"}
             markers = [_as_one_step(marker) for marker in markers]
+        if not constants:
+            markers = [
+                replace(each, policy={key: value for key, value in each.policy.items() if key != CONSTANTS})
+                for each in markers
+            ]
         self.tensors = Assembler(backend, markers)
         self.steps = steps | self.tensors.older
         """Steps of operators that are older than the generation; of others perhaps too."""

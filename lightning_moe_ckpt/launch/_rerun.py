@@ -33,7 +33,7 @@ class RerunRequest:
     out: str = ""
     """Folder for them."""
     store: str = ""
-    """Folder for what is written to the URL in the place of it, and a generation of the end among that; empty to keep it in memory."""
+    """Folder for a run with the state behind the last step as its only generation; empty for none."""
     given: Mapping[str, Any] = field(default_factory=dict)
     """Values of the optimizer's groups, or of the trainer's clipping, from `step` on."""
 

@@ -54,6 +54,7 @@ from lightning_moe_ckpt.storage import (
     Backend,
     Commit,
     GenerationId,
+    PosixBackend,
     RankMarker,
     Resume,
     RunStore,
@@ -83,6 +84,7 @@ class RunOpener:
         self._open_backend = partial(open_backend, url, storage_options=storage_options, bandwidth=bandwidth)
         self._backend: Backend | None = None
         self.store: RunStore
+        self._apart: RunStore | None = None
         self._incarnation, self._nonce = 0, ""
         self._tag, self._changes_nothing = "", False
         self.claim: MemoryClaim
@@ -166,6 +168,23 @@ class RunOpener:
         if not self._exchange.is_coordinator:
             self.store = RunStore.join(backend, run_id=run_id)
         return listed
+
+    @property
+    def target(self) -> RunStore:
+        """Where this process stores generations."""
+        return self._apart or self.store
+
+    def begin_apart(self, folder: str) -> None:
+        """Begin another run in `folder`, which all ranks see, as the target, and `name` its generations. Collective."""
+        backend = PosixBackend(folder)
+
+        def begin() -> object:
+            self._apart = store = RunStore.open(backend, resume="auto")
+            store.candidates()
+            return [store.run_id, store.open_incarnation(None), store.nonce]
+
+        run_id, self._incarnation, self._nonce = cast("list[Any]", self._exchange.run_on_coordinator(begin))
+        self._apart = self._apart or RunStore.join(backend, run_id=run_id)
 
     def _list(self) -> object:
         """Return commits, generations kept for their files, and reasons why others cannot be read."""
