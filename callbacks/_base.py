@@ -24,8 +24,8 @@ from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError, Fence
 from lightning_moe_ckpt.fit import FitSession, InPlace, OnlyBeats, WatchedData, can_rejoin, supervisor
 from lightning_moe_ckpt.fit._callbacks import tries_only
 from lightning_moe_ckpt.fit._cli import explain_errors
-from lightning_moe_ckpt.fit._rerun import Rerun
 from lightning_moe_ckpt.fit._files import LightningResume, let_best_come_first
+from lightning_moe_ckpt.fit._rerun import Rerun
 from lightning_moe_ckpt.fit._stops import name_status
 from lightning_moe_ckpt.fit.loggers._silent import silence_loggers
 from lightning_moe_ckpt.fit.loops._trainer import callbacks_of
@@ -305,7 +305,10 @@ class CheckpointCallback(SharedArguments, Checkpoint):
             **{field.name: getattr(self, field.name) for field in fields(SessionConfig) if field.name in DEFAULTS},
         )
         if self._rerun is not None:
-            return replace(config, resume="must", rerun=self._rerun.request, replicas=0, dense_every_n_steps=None)
+            kept = replace(config.retention, last=10**9)  # of what an audit stores
+            return replace(
+                config, resume="must", rerun=self._rerun.request, replicas=0, dense_every_n_steps=None, retention=kept
+            )
         densify = os.environ.get(DENSIFY)
         return replace(config, resume="must", densify=densify, elastic="refuse") if densify else config
 

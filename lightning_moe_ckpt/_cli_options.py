@@ -117,8 +117,7 @@ Run the steps between two kept generations again, elsewhere or at another time, 
 have, and the state at the second generation. This finds what a faulty device has computed wrong in any of these steps, and what storage
 or memory has changed since.
 
-COMMAND starts the run's own training, as for `replay`, which restores the first of the two. Nothing is written to URL.
-Experts of a sparse second generation are compared where they are stored as of its last step; all others have to show in losses.
+COMMAND starts the run's own training, as for `replay`, on this machine. It restores the first of the two. Nothing is written to URL.
 
 What differs first is said. Then the steps are run a second time: if that differs from the first time too, this machine does not
 repeat itself, by nondeterministic kernels or a fault of its own, and there is no verdict.

@@ -85,8 +85,8 @@ class Rerun(Callback):
         self._within.close()
 
     def stores(self, boundary: int) -> bool:
-        """Return whether the state at `boundary` is to be stored: for audits, at the last."""
-        return bool(self.request.store) and boundary > self.request.until
+        """Return whether the state at `boundary` is to be stored, for an audit."""
+        return bool(self.request.store) and boundary >= self.request.store_from
 
     def stepped(self, boundary: int, losses: list[Tensor], among: Exchange) -> None:
         """Compare the step that ended at `boundary`, all hooks included; end the process with status 0 behind the last. Collective there."""

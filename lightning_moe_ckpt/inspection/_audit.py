@@ -23,20 +23,22 @@ _STATUSES = {"the same bits": 0, "other bits": 1, "no verdict": 2}
 
 
 class _Again:
-    """The steps between two boundaries, run again by `command`, with files in `folder`."""
+    """The steps up to a stored generation, from the boundary `first` on, run again by `command`, with files in `folder`."""
 
-    def __init__(self, view: RunView, between: tuple[int, int], command: Sequence[str], folder: Path) -> None:
-        first, last = between
+    def __init__(self, view: RunView, first: int, stored: StoredState, command: Sequence[str], folder: Path) -> None:
         folder.mkdir()
-        store, results = folder / "store", folder / "results.json"
-        found = run_again(request_for(view, results, step=first, until=last - 1, store=str(store)), command)
+        store, steps = folder / "store", stored.commit.steps if stored.told["kind"] == "sparse" else (stored.step,)
+        request = request_for(
+            view, folder / "results.json", step=first, until=stored.step - 1, store=str(store), store_from=steps[0]
+        )
+        found = run_again(request, command)
         self.rows = sorted([step, rank, *row] for rank, (rows, *_) in enumerate(found["ranks"]) for step, *row in rows)
         """Step, rank, losses, those of the journal, and whether they are the same; `None` where none are stored."""
         self.notes = list(dict.fromkeys(note for _, _, notes in found["ranks"] for note in notes))
         """Reasons for other bits than those of the run."""
-        again = PosixBackend(store)
-        view = RunView.open(again)
-        self.state = StoredState((again, view), select(view, last), constants=False)
+        run = PosixBackend(store), RunView.open(PosixBackend(store))
+        self.states = [StoredState(run, select(run[1], step), constants=False) for step in steps]
+        """States at all boundaries of which the stored generation has operators."""
 
 
 def audit_window(backend: Backend, start: int | None, command: Sequence[str]) -> Answer:
@@ -55,29 +57,31 @@ def audit_window(backend: Backend, start: int | None, command: Sequence[str]) ->
     first, last = _window(view, start)
     stored = StoredState((backend, view), select(view, last), constants=False)
     with TemporaryDirectory(prefix="moe-ckpt-audit-") as folder:
-        turns = [_Again(view, (first, last), command, Path(folder, "first"))]
-        comparison = Comparison(stored, turns[0].state)
-        wrong = [row for row in turns[0].rows if row[-1] is False]
-        rows = [row._asdict() for row in comparison.differences()]
-        verdict, notes = "the same bits", [*comparison.notes, *turns[0].notes]
-        if wrong or rows or comparison.notes:
-            turns.append(_Again(view, (first, last), command, Path(folder, "second")))
-            repeats = json.dumps(turns[0].rows) == json.dumps(turns[1].rows)
-            repeats = repeats and Comparison(turns[0].state, turns[1].state).equal()
-            verdict = "other bits" if repeats and not turns[0].notes else "no verdict"
-            notes += [] if repeats else ["run twice here, the steps gave different bits"]
+        again = _Again(view, first, stored, command, Path(folder, "first"))
+        comparisons = [Comparison(stored, state, steps=0) for state in again.states]
+        wrong = [row for row in again.rows if row[-1] is False]
+        rows = [row._asdict() for comparison in comparisons for row in comparison.differences()]
+        notes = list(dict.fromkeys(note for comparison in comparisons for note in comparison.notes))
+        verdict = "other bits" if wrong or rows or notes else "the same bits"
+        if verdict == "other bits":
+            twice = _Again(view, first, stored, command, Path(folder, "second"))
+            same = all(Comparison(*pair).equal() for pair in zip(again.states, twice.states, strict=True))
+            if again.notes or not same or json.dumps(again.rows) != json.dumps(twice.rows):
+                verdict = "no verdict"
+                notes += again.notes or ["run twice here, the steps gave different bits"]
+        compared = {operator for comparison in comparisons for operator in comparison.compared}
         document = {
             "url": view.url,
             "run_id": view.run_id,
             "first": first,
             "last": last,
             "verdict": verdict,
-            "losses_compared": sum(row[-1] is not None for row in turns[0].rows),
+            "losses_compared": sum(row[-1] is not None for row in again.rows),
             "losses": [dict(zip(("step", "rank", "again", "stored"), row, strict=False)) for row in wrong],
-            "operators_compared": len(comparison.compared),
-            "not_compared": comparison.apart,
+            "operators_compared": len(compared),
+            "not_compared": [each for each in comparisons[-1].apart if each not in compared],
             "tensors": rows,
-            "notes": [*notes, *comparison.beside()],
+            "notes": [*notes, *comparisons[-1].beside()],
         }
     return Answer(document, lambda: _tables(document), status=_STATUSES[verdict])
 
@@ -106,9 +110,9 @@ def _tables(document: Row) -> list[RenderableType]:
             f"first: step {row['step']}, rank {row['rank']}: {losses_text(row['again'])}, in the run {losses_text(row['stored'])}"
         )
     differ = len({row["operator"] for row in rows})
-    said.append(f"state at step {last}: {document['operators_compared']} operators compared, {differ} differ")
+    said.append(f"the state that they led to: {document['operators_compared']} operators compared, {differ} differ")
     said += [difference_table(rows, "in the run", "again")] if rows else []
-    said += [f"not compared, as stored of earlier steps: {len(apart)} operators, first {apart[0]}"] if apart else []
+    said += [f"not compared, as of earlier steps: {len(apart)} operators, first {apart[0]}"] if apart else []
     return [*said, *(f"note: {note}" for note in document["notes"]), _MEANING[document["verdict"]]]
 
 

@@ -106,9 +106,9 @@ class StoredState:
                 found[f"{_OF_RANK}{rank}", each.record.fqn].append(each)
         return found
 
-    def age(self, operator: str) -> int:
-        """Return how many steps older than the generation an operator is."""
-        return self.step - self.steps.get(operator, self.step)
+    def step_of(self, operator: str) -> int:
+        """Return the step at which an operator was stored."""
+        return self.steps.get(operator, self.step)
 
     def starts(self) -> list[dict[str, Any]]:
         """Read what the next step reads beside the state, rank by rank."""
@@ -141,9 +141,11 @@ def _is_whole(records: Sequence[Replicas]) -> bool:
 
 
 class Comparison:
-    """Comparison of the states `a` and `b`."""
+    """Comparison of the states `a` and `b`, of those operators that are in `a` so many `steps` newer than in `b`: by default as many
+    as the generations are apart.
+    """
 
-    def __init__(self, a: StoredState, b: StoredState) -> None:
+    def __init__(self, a: StoredState, b: StoredState, steps: int | None = None) -> None:
         self._a, self._b = a, b
         self._left, self._right = a.parts(), b.parts()
         if a.commit.world_size != b.commit.world_size:  # then only rank 0 is the same in both
@@ -158,8 +160,9 @@ class Comparison:
         for name in a.scalars.keys() & b.scalars.keys():
             if differs(a.scalars[name], b.scalars[name]):
                 self.notes.append(f"`{name}`: {a.scalars[name].item()} in A, {b.scalars[name].item()} in B")
+        apart = a.step - b.step if steps is None else steps
         operators = {operator for operator, _ in self._left.keys() & self._right.keys()}
-        self.apart = sorted(each for each in operators if a.age(each) != b.age(each))
+        self.apart = sorted(each for each in operators if a.step_of(each) - b.step_of(each) != apart)
         """Operators that are not compared, as they are of different steps."""
         self.compared = operators.difference(self.apart)
         """Operators that are compared."""
