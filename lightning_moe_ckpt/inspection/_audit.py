@@ -15,10 +15,19 @@ from rich.console import RenderableType
 
 from lightning_moe_ckpt.errors import NoUsableGeneration
 from lightning_moe_ckpt.inspection._answers import Answer, Row, kind_of, select
-from lightning_moe_ckpt.inspection._diff import Comparison, StoredState, difference_table, losses_text
+from lightning_moe_ckpt.inspection._diff import (
+    Comparison,
+    StoredState,
+    difference_table,
+    losses_text,
+    plain,
+    worst_first,
+)
 from lightning_moe_ckpt.inspection._rerun import request_for, run_again
 from lightning_moe_ckpt.storage import Backend, PosixBackend, RunView
 
+_SETTLED = ("ranks", "expert_parallel", "pipeline_parallel", "sharding", "autocast", "versions")
+"""Facts of a run without which it has other bits."""
 _STATUSES = {"the same bits": 0, "other bits": 1, "no verdict": 2}
 
 
@@ -60,15 +69,20 @@ def audit_window(backend: Backend, start: int | None, command: Sequence[str]) ->
         again = _Again(view, first, stored, command, Path(folder, "first"))
         comparisons = [Comparison(stored, state, steps=0) for state in again.states]
         wrong = [row for row in again.rows if row[-1] is False]
-        rows = [row._asdict() for comparison in comparisons for row in comparison.differences()]
+        rows = worst_first(row for comparison in comparisons for row in comparison.differences())
         notes = list(dict.fromkeys(note for comparison in comparisons for note in comparison.notes))
+        told = again.states[-1].told
         verdict = "other bits" if wrong or rows or notes else "the same bits"
         if verdict == "other bits":
             twice = _Again(view, first, stored, command, Path(folder, "second"))
             same = all(Comparison(*pair).equal() for pair in zip(again.states, twice.states, strict=True))
-            if again.notes or not same or json.dumps(again.rows) != json.dumps(twice.rows):
+            reasons = [
+                *again.notes,
+                *(f"other {key} than in the run" for key in _SETTLED if told.get(key) != stored.told.get(key)),
+            ]
+            if reasons or not same or json.dumps(again.rows) != json.dumps(twice.rows):
                 verdict = "no verdict"
-                notes += again.notes or ["run twice here, the steps gave different bits"]
+                notes += reasons or ["run twice here, the steps gave different bits"]
         compared = {operator for comparison in comparisons for operator in comparison.compared}
         document = {
             "url": view.url,
@@ -77,7 +91,7 @@ def audit_window(backend: Backend, start: int | None, command: Sequence[str]) ->
             "last": last,
             "verdict": verdict,
             "losses_compared": sum(row[-1] is not None for row in again.rows),
-            "losses": [dict(zip(("step", "rank", "again", "stored"), row, strict=False)) for row in wrong],
+            "losses": [dict(zip(("step", "rank", "again", "stored"), plain(row), strict=False)) for row in wrong],
             "operators_compared": len(compared),
             "not_compared": [each for each in comparisons[-1].apart if each not in compared],
             "tensors": rows,

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,22 +47,6 @@ Stored = tuple[Backend, RunView]
 """A run: where it is, and what is there."""
 Part = tuple[str, str]
 """Operator, and tensor: a parameter, `parameter/key` for the optimizer's state of it, or a buffer."""
-
-
-class TensorDifference(NamedTuple):
-    """Difference between two copies of an operator's part of a tensor."""
-
-    operator: str
-    tensor: str
-    differing: int
-    """Elements that differ in any bit; of different types, in value."""
-    numel: int
-    largest: float
-    """Largest absolute difference; NaN where one side is no number."""
-    at: tuple[int, ...]
-    """Place of the largest difference in the whole tensor."""
-    a: float
-    b: float
 
 
 class StoredState:
@@ -152,7 +136,6 @@ class Comparison:
             for parts in (self._left, self._right):
                 for part in [p for p in parts if p[0].startswith(_OF_RANK) and p[0] != f"{_OF_RANK}0"]:
                     del parts[part]
-        self._cut_alike()
         shared = a.scalars.keys() | b.scalars.keys()
         alone = [part for part in sorted(self._left.keys() ^ self._right.keys()) if part[1] not in shared]
         self.notes = [f"only in {'AB'[part in self._right]}: `{part[1]}` of {part[0]}" for part in alone]
@@ -168,17 +151,6 @@ class Comparison:
         """Operators that are compared."""
         both = [part for part in self._left if part in self._right and part[0] in self.compared]
         self._open = [part for part in both if self._may_differ(part)]
-
-    def _cut_alike(self) -> None:
-        """Give B's records of a tensor to A's operators where B has cut it into others, as after an import."""
-        names: dict[str, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
-        for index, parts in enumerate((self._left, self._right)):
-            for operator, name in parts:
-                names[name][index].append(operator)
-        for name, (own, others) in names.items():
-            if own and others and set(own).isdisjoint(others):
-                records = [*chain(*(self._right.pop((each, name)) for each in others))]
-                self._right |= {(each, name): records for each in own}
 
     def _may_differ(self, part: Part) -> bool:
         """Return whether digests leave open that a part differs; note other shapes and types."""
@@ -197,8 +169,8 @@ class Comparison:
         )
         return not self.notes and not any(a == b for a, b in cuts) and not any(True for _ in self.differences())
 
-    def differences(self) -> Iterator[TensorDifference]:
-        """Read what may differ, and yield what does."""
+    def differences(self) -> Iterator[Row]:
+        """Read what may differ, and yield what does: elements that differ in any bit, and where the difference is largest."""
         groups: dict[Part, list[str]] = defaultdict(list)
         for operator, name in self._open:  # parts of one tensor are read at once
             whole = _is_whole(self._left[operator, name] + self._right[operator, name])
@@ -235,9 +207,9 @@ def _identities(records: Sequence[Replicas]) -> set[tuple[object, ...]]:
     return {(r.global_start, r.numel, r.box, r.digest) for r in (each.record for each in records)}
 
 
-def _difference(operator: str, name: str, a: Tensor, b: Tensor, boxes: Sequence[Bounds]) -> Iterator[TensorDifference]:
+def _difference(operator: str, name: str, a: Tensor, b: Tensor, boxes: Sequence[Bounds]) -> Iterator[Row]:
     """Yield the difference within boxes of two tensors, if there is one."""
-    differing, numel, worst = 0, 0, list[tuple[float, tuple[int, ...], float, float]]()
+    differing, numel, worst = 0, 0, list[tuple[float, list[int], float, float]]()
     for offset, size in boxes:
         place = tuple(slice(first, first + length) for first, length in zip(offset, size, strict=True))
         left, right = a[place].reshape(-1), b[place].reshape(-1)
@@ -247,30 +219,38 @@ def _difference(operator: str, name: str, a: Tensor, b: Tensor, boxes: Sequence[
             (unequal,) = torch.nonzero(_unequal(x, y), as_tuple=True)
             if unequal.numel():
                 differing += unequal.numel()
-                wide = _wide(x[unequal]), _wide(y[unequal])
-                gaps = (wide[0] - wide[1]).abs()
-                best = int(gaps.argmax())  # what is no number counts as the largest
+                x, y = x[unequal].double(), y[unequal].double()
+                best = int((x - y).abs().argmax())  # what is no number counts as the largest
                 index = np.unravel_index(start + int(unequal[best]), size)
-                at = tuple(int(i) + first for i, first in zip(index, offset, strict=True))
-                worst.append(
-                    (float(gaps[best]), at, *(abs(e) if e.is_complex() else float(e) for e in (w[best] for w in wide)))
-                )
+                at = [int(each) + first for each, first in zip(index, offset, strict=True)]
+                worst.append((float((x - y)[best].abs()), at, float(x[best]), float(y[best])))
     if worst:
-        yield TensorDifference(operator, name, differing, numel, *max(worst, key=lambda each: _order(each[0])))
+        values = dict(zip(("largest", "at", "a", "b"), max(worst, key=lambda each: _rank(each[0])), strict=True))
+        yield {"operator": operator, "tensor": name, "differing": differing, "numel": numel, **values}
 
 
-def _order(largest: float) -> tuple[bool, float]:
+def _rank(largest: float) -> tuple[bool, float]:
     return math.isnan(largest), largest
 
 
+def worst_first(rows: Iterable[Row]) -> list[Row]:
+    """Return differences, the largest first, as JSON values: what is no finite number becomes text."""
+    ordered = sorted(rows, key=lambda row: _rank(row["largest"]), reverse=True)
+    return [{key: plain(value) for key, value in row.items()} for row in ordered]
+
+
+def plain(value: Any) -> Any:
+    """Return a number that is not finite as text, since JSON has none, also within a list."""
+    if isinstance(value, list):
+        return [plain(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _unequal(a: Tensor, b: Tensor) -> Tensor:
+    """Return by element whether any bit differs; of different types, whether the value does."""
     if a.dtype != b.dtype:
-        return _wide(a) != _wide(b)
+        return a.double() != b.double()
     return (a.contiguous().view(torch.uint8) != b.contiguous().view(torch.uint8)).view(len(a), -1).any(dim=1)
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 # -- since when
@@ -285,8 +265,15 @@ def find_parting(runs: Sequence[Stored], until: int) -> Row | None:
     low, high, looked = -1, len(common), 0
     while high - low > 1:
         middle, looked = (low + high) // 2, looked + 1
-        equal = Comparison(*(StoredState(run, select(run[1], common[middle])) for run in runs)).equal()
-        low, high = (middle, high) if equal else (low, middle)
+        a, b = (StoredState(run, select(run[1], common[middle])) for run in runs)
+        comparison = Comparison(a, b)
+        if not comparison.compared:
+            del common[middle]
+            high -= 1
+        elif comparison.equal():
+            low = middle
+        else:
+            high = middle
     if high == len(common):
         return None
     equal_at = common[low] if low >= 0 else None
@@ -314,7 +301,7 @@ def _first_between(runs: Sequence[Stored], low: int, high: int) -> str:
 
 def losses_text(losses: Sequence[float]) -> str:
     """Return a step's losses, each precise enough to tell float32 apart."""
-    return ", ".join(f"{loss:.9g}" for loss in losses) or "none"
+    return ", ".join(_figure(loss, 9) for loss in losses) or "none"
 
 
 def _by_boundary(run: Stored, low: int, high: int) -> dict[tuple[int, int, str], Any]:
@@ -357,16 +344,18 @@ def diff(sides: Sequence[tuple[Backend, int | None]]) -> Answer:
     steps = _steps([step for _, step in sides], runs)
     a, b = (StoredState(run, select(run[1], step)) for run, step in zip(runs, steps, strict=True))
     comparison = Comparison(a, b)
-    rows = sorted(comparison.differences(), key=lambda row: _order(row.largest), reverse=True)
+    if not comparison.compared:
+        raise NoUsableGeneration(f"No operator of step {a.step} of A is of the same step as in step {b.step} of B.")
+    rows = worst_first(comparison.differences())
     different = bool(rows or comparison.notes)
     document = {
         "a": _place(a),
         "b": _place(b),
         "equal": not different,
         "compared": len(comparison.compared),
-        "different": sorted({row.operator for row in rows}),
+        "different": sorted({row["operator"] for row in rows}),
         "not_compared": comparison.apart,
-        "tensors": [row._asdict() for row in rows],
+        "tensors": rows,
         "notes": comparison.notes,
         "beside": comparison.beside(),
         "parting": find_parting(runs, a.step) if different and a.step == b.step and a.url != b.url else None,
@@ -391,12 +380,16 @@ def _place(state: StoredState) -> Row:
     return {"url": state.url, "run_id": state.commit.run_id, "step": state.step, "incarnation": incarnation, **told}
 
 
+def _figure(value: Any, digits: int) -> str:
+    return value if isinstance(value, str) else f"{value:.{digits}g}"
+
+
 def difference_table(rows: Sequence[Row], a: str, b: str) -> Table:
     """Return differing tensors, whose values at the largest difference are called `a` and `b`."""
     titles = ("operator", "tensor", "differ", "of", "largest", "at", a, b)
     table = plain_table(*titles, right=(*titles[2:5], *titles[6:]), wraps="tensor")
     for row in rows[:_SHOWN]:
-        values = (f"{row['largest']:.3g}", str(list(row["at"])), f"{row['a']:.9g}", f"{row['b']:.9g}")
+        values = (_figure(row["largest"], 3), str(row["at"]), _figure(row["a"], 9), _figure(row["b"], 9))
         table.add_row(row["operator"], row["tensor"], str(row["differing"]), str(row["numel"]), *values)
     if len(rows) > _SHOWN:
         table.add_row("...", f"{len(rows) - _SHOWN} more, see --json")
