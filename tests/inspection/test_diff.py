@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from door import CheckpointCallback
+from launcher import run_world
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from safetensors.torch import load_file
 from torch import Tensor
@@ -89,7 +90,8 @@ def test_figures_are_those_of_exports(
 ) -> None:
     """Two steps of two ranks' experts, and of one rank that goes on alone: elements and largest differences of whole tensors."""
     url = shutil.copytree(sharded_run[0], tmp_path / "run")
-    train(SmallMoE(), DenseCheckpoint(str(url), every_n_steps=2, keep=9), steps=6, strategy=MoEStrategy())
+    ours = DenseCheckpoint(str(url), every_n_steps=2, keep=9)
+    run_world(1, lambda _: bool(train(SmallMoE(), ours, steps=6, strategy=MoEStrategy())), process_group=False)
     found = told(capsys, f"{url}@4", f"{url}@6", status=1)
     assert "ranks: 2 in A, 1 in B" in found["beside"]
     files = [tmp_path / f"{step}.safetensors" for step in (4, 6)]
