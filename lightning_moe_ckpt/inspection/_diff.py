@@ -39,7 +39,7 @@ from lightning_moe_ckpt.storage import (
 
 _AT_ONCE = 2**24
 """Elements whose differences are in memory at once."""
-_SHOWN = 40
+_SHOWN = 12
 """Most tensors in a table."""
 _OF_RANK = "buffers of rank "
 
