@@ -131,7 +131,7 @@ class CheckpointCallback(SharedArguments, Checkpoint):
         self._lightning_resume: LightningResume | None = None
         self._in_place: InPlace | OnlyBeats | None = None
         self._watched: WatchedData | None = None
-        self._rerun = None if (asked := _asked_again()) is None else Rerun(asked)
+        self._rerun = None if (asked := _asked_again()) is None else Rerun(asked, self.url)
 
     def _policy(self) -> Policy:
         """Return the policy that chooses what is taken at which step."""

@@ -6,11 +6,13 @@ Imports nothing heavy, as `cli` says.
 from __future__ import annotations
 
 import importlib
+import json
+from datetime import timedelta
 from typing import Any
 
 import click
 
-from lightning_moe_ckpt._units import read_duration
+from lightning_moe_ckpt._units import read_duration, read_size
 
 LS = """\
 List what is stored under URL, newest first, and say of each generation whether a restart would try it.
@@ -252,6 +254,7 @@ SYSTEM = (
     "ours-sparse or ours-localized, with settings as in ours-sparse:window=4,replicas=2; repeat for several (default: all)."
 )
 
+_SHORTEST = timedelta(seconds=0.1)
 _EXTRA_OF = {"rich": "tools", "matplotlib": "plots", "jsonargparse": "cli", "botocore": "s3"}
 """Names of the extras in pyproject.toml, by package."""
 
@@ -267,6 +270,63 @@ def option(flag: str, text: str, metavar: str | None = None, **more: Any) -> cli
 def flag(flag: str, text: str, name: str | None = None) -> click.Option:
     """Return an option without a value."""
     return click.Option([flag, name or flag.strip("-").replace("-", "_")], help=text, is_flag=True)
+
+
+def pair_of(text: str) -> tuple[str, str]:
+    """Return the two words of `KEY=VALUE`."""
+    key, equals, value = text.partition("=")
+    if not (key and equals and value):
+        raise click.BadParameter(f"`{text}` must be two words joined by =")
+    return key, value
+
+
+def setting_of(text: str) -> tuple[str, object]:
+    """Return a key, and a value from JSON or else text."""
+    key, value = pair_of(text)
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
+
+
+def place_of(text: str) -> tuple[str, int | None]:
+    """Return the URL and the step of `URL[@STEP]`."""
+    url, at, step = str(text).rpartition("@")
+    return (url, int(step)) if at and step.isdigit() else (str(text), None)
+
+
+def parts_of(text: str) -> tuple[str, ...]:
+    """Return the parts of a dump."""
+    parts = tuple(filter(None, str(text).split(",")))
+    if unknown := [part for part in parts if part not in ("gradients", "activations", "batch")]:
+        raise click.BadParameter(f"`{unknown[0]}` is none of gradients, activations, batch")
+    return parts
+
+
+def size_of(text: object) -> int:
+    """Return bytes from a number with or without a unit."""
+    try:
+        return read_size(int(text) if isinstance(text, str) and text.isdigit() else text)
+    except ValueError as error:
+        raise click.BadParameter(f"`{text}` {error}") from error
+
+
+def time_of(text: object) -> timedelta:
+    """Return a time from seconds with or without a unit."""
+    try:
+        found = read_duration(text)
+    except ValueError as error:
+        raise click.BadParameter(f"`{text}` {error}") from error
+    if found < _SHORTEST:
+        raise click.BadParameter(f"`{text}` must be 0.1 s or more")
+    return found
+
+
+def count_of(text: object) -> int:
+    """Return a number of 1 or more."""
+    if not str(text).isdigit() or int(str(text)) < 1:
+        raise click.BadParameter(f"`{text}` must be a number of 1 or more")
+    return int(str(text))
 
 
 def seconds(text: object) -> float:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import re
 import sys
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
@@ -20,13 +22,14 @@ from typing_extensions import override
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange
-from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, StorageError
+from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, StorageError, StorageRefused
 from lightning_moe_ckpt.fit._dump import StepDump
 from lightning_moe_ckpt.journal import decode_journal
 from lightning_moe_ckpt.launch import RerunRequest
 from lightning_moe_ckpt.recovery import same_bits
 from lightning_moe_ckpt.snapshot import JOURNAL
 from lightning_moe_ckpt.storage import RecordColumns, RunView, SegmentEntry, digest_of, open_backend
+from lightning_moe_ckpt.storage._open import scheme_of
 from lightning_moe_ckpt.tiers import SessionConfig
 
 log = rank_logger(__name__)
@@ -38,7 +41,9 @@ OF_TRAINER = ("gradient_clip_val", "gradient_clip_algorithm")
 class Rerun(Callback):
     """Hooks of the steps that are looked at, right behind those that restore state."""
 
-    def __init__(self, request: RerunRequest) -> None:
+    def __init__(self, request: RerunRequest, url: str) -> None:
+        if scheme_of(url) == "file":
+            _refuse_writes(os.path.abspath(re.sub(r"^\w+://", "", url)))  # noqa: PTH100  # links are not followed
         self.request, self._within = request, ExitStack()
         self._hook: Any = _function(request.hook) if request.hook else None
         self._journalled: dict[int, list[Tensor]] = {}
@@ -50,7 +55,7 @@ class Rerun(Callback):
         self.notes: list[str] = []
         """Reasons for other losses than those of the run, in words."""
 
-    def begins(self, config: SessionConfig, trainer: Trainer, first: int) -> None:
+    def begins(self, config: SessionConfig, trainer: Trainer, first: int, *, exact: bool) -> None:
         """Read the journals of the steps to come, once a generation is restored, whose `first` boundary this is."""
         request, self.first = self.request, first
         self._journalled = journalled_losses(
@@ -58,6 +63,8 @@ class Rerun(Callback):
         )
         if request.dump:
             self._dump = StepDump(request.dump, Path(request.out), trainer.global_rank)
+        if not exact:
+            self.notes.append("restarts under this policy are not exact, and this is one")
         if request.given:
             self.notes.append(
                 f"from step {request.step} on with {', '.join(f'{k}={v}' for k, v in request.given.items())}"
@@ -88,9 +95,13 @@ class Rerun(Callback):
         """Return whether the state at `boundary` is to be stored, for an audit."""
         return bool(self.request.store) and boundary >= self.request.store_from
 
-    def stepped(self, boundary: int, losses: list[Tensor], among: Exchange) -> None:
-        """Compare the step that ended at `boundary`, all hooks included; end the process with status 0 behind the last. Collective there."""
+    def stepped(self, boundary: int, losses: list[Tensor], among: Exchange, *, known: str) -> None:
+        """Compare the step that ended at `boundary`, all hooks included; end the process with status 0 behind the last,
+        where this is collective. `known` are reasons for other losses.
+        """
         step, original = boundary - 1, self._journalled.get(boundary)
+        if known and known not in self.notes:
+            self.notes.append(known)
         same = None if original is None else same_bits(losses, original)
         if same is False and not self.notes:
             log.error("step %d gave another loss than in the run: %s, was %s", step, _plain(losses), _plain(original))
@@ -160,3 +171,21 @@ def _function(name: str) -> Any:
         raise ConfigurationError(
             f"`--hook {name}`: {error}. Give a module that Python finds from here, and a function of it."
         ) from error
+
+
+_WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+_CHANGES = {"os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.link", "os.symlink", "os.truncate", "shutil.rmtree"}
+
+
+def _refuse_writes(folder: str) -> None:
+    """Raise `StorageRefused` before Python code of this process writes or moves a file in the folder, until the process ends."""
+
+    def look(event: str, args: tuple[Any, ...]) -> None:
+        if event in _CHANGES or (event == "open" and isinstance(args[2], int) and args[2] & _WRITE_FLAGS):
+            for path in args[:2]:
+                if isinstance(path, str | os.PathLike) and f"{os.path.abspath(path)}/".startswith(f"{folder}/"):  # noqa: PTH100
+                    raise StorageRefused(
+                        f"{path} is the run's, and `moe-ckpt replay` changes nothing there. Write to another place."
+                    )
+
+    sys.addaudithook(look)

@@ -154,7 +154,7 @@ class FitSession:
                 session.repeats.waive_reconciling()  # hooks before the next batch run once, later
         if self._rerun is not None:
             self._files.hold(for_good=True)
-            self._rerun.begins(self.sessions.config, self._trainer, self._step)
+            self._rerun.begins(self.sessions.config, self._trainer, self._step, exact=self.sessions.policy.exact)
         if session.replaying:
             self._files.hold()
         self.resumed = start is not None
@@ -324,7 +324,8 @@ class FitSession:
         if self._rerun is not None:
             if self._rerun.stores(step):
                 session.stop(step, {}, timeout=self.sessions.config.commit_timeout.total_seconds())
-            self._rerun.stepped(step, outcome["losses"], self.sessions.among())
+            known = self._settings.explains("losses") or self._settings.explains("batches")
+            self._rerun.stepped(step, outcome["losses"], self.sessions.among(), known=known)
 
     def after_hooks(self) -> None:
         """Undo requests to stop in replay: hooks have judged weights that are frozen or loaded too early."""

@@ -49,6 +49,14 @@ class _Again:
         self.states = [StoredState(run, select(run[1], step), constants=False) for step in steps]
         """States at all boundaries of which the stored generation has operators."""
 
+    def doubts(self, twice: _Again, stored: StoredState) -> list[str]:
+        """Return reasons why other bits than those that are stored prove nothing; `twice` is the second time."""
+        told = self.states[-1].told
+        other = [f"other {key} than in the run" for key in _SETTLED if told.get(key) != stored.told.get(key)]
+        same = all(Comparison(*pair).equal() for pair in zip(self.states, twice.states, strict=True))
+        repeats = same and json.dumps(self.rows) == json.dumps(twice.rows)
+        return [*self.notes, *other, *([] if repeats else ["run twice here, the steps gave different bits"])]
+
 
 def audit_window(backend: Backend, start: int | None, command: Sequence[str]) -> Answer:
     """Run the steps from one kept generation to the next again, and compare.
@@ -71,18 +79,11 @@ def audit_window(backend: Backend, start: int | None, command: Sequence[str]) ->
         wrong = [row for row in again.rows if row[-1] is False]
         rows = worst_first(row for comparison in comparisons for row in comparison.differences())
         notes = list(dict.fromkeys(note for comparison in comparisons for note in comparison.notes))
-        told = again.states[-1].told
         verdict = "other bits" if wrong or rows or notes else "the same bits"
-        if verdict == "other bits":
-            twice = _Again(view, first, stored, command, Path(folder, "second"))
-            same = all(Comparison(*pair).equal() for pair in zip(again.states, twice.states, strict=True))
-            reasons = [
-                *again.notes,
-                *(f"other {key} than in the run" for key in _SETTLED if told.get(key) != stored.told.get(key)),
-            ]
-            if reasons or not same or json.dumps(again.rows) != json.dumps(twice.rows):
-                verdict = "no verdict"
-                notes += reasons or ["run twice here, the steps gave different bits"]
+        if verdict == "other bits" and (
+            reasons := again.doubts(_Again(view, first, stored, command, Path(folder, "second")), stored)
+        ):
+            verdict, notes = "no verdict", [*notes, *reasons]
         compared = {operator for comparison in comparisons for operator in comparison.compared}
         document = {
             "url": view.url,

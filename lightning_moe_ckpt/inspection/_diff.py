@@ -95,7 +95,7 @@ class StoredState:
         return self.steps.get(operator, self.step)
 
     def starts(self) -> list[dict[str, Any]]:
-        """Read what the next step reads beside the state, rank by rank."""
+        """Read the journals' start halves, from which the next step begins, rank by rank."""
         own = [each for row in self.tensors.boundary for each in row if each.record.kind == JOURNAL]
         return [decode_journal(self.tensors.record(each)).get("start") or {} for each in own]
 
@@ -170,7 +170,7 @@ class Comparison:
         return not self.notes and not any(a == b for a, b in cuts) and not any(True for _ in self.differences())
 
     def differences(self) -> Iterator[Row]:
-        """Read what may differ, and yield what does: elements that differ in any bit, and where the difference is largest."""
+        """Read tensors and yield differences: the elements with another bit, and the place of the largest difference."""
         groups: dict[Part, list[str]] = defaultdict(list)
         for operator, name in self._open:  # parts of one tensor are read at once
             whole = _is_whole(self._left[operator, name] + self._right[operator, name])
@@ -184,7 +184,7 @@ class Comparison:
                 yield from _difference(operator, name, *tensors, everything if own else boxes)
 
     def beside(self) -> list[str]:
-        """Return what else differs: facts of the runs, and, where steps and ranks are the same, what the next step reads."""
+        """Return other differences in words: facts of the runs, and, if steps and ranks are the same, parts of the journals."""
         a, b = self._a, self._b
         found = [
             f"{key}: {_text(a.told.get(key))} in A, {_text(b.told.get(key))} in B"
@@ -234,7 +234,7 @@ def _rank(largest: float) -> tuple[bool, float]:
 
 
 def worst_first(rows: Iterable[Row]) -> list[Row]:
-    """Return differences, the largest first, as JSON values: what is no finite number becomes text."""
+    """Return differences, the largest first, as JSON values."""
     ordered = sorted(rows, key=lambda row: _rank(row["largest"]), reverse=True)
     return [{key: plain(value) for key, value in row.items()} for row in ordered]
 
@@ -385,7 +385,7 @@ def _figure(value: Any, digits: int) -> str:
 
 
 def difference_table(rows: Sequence[Row], a: str, b: str) -> Table:
-    """Return differing tensors, whose values at the largest difference are called `a` and `b`."""
+    """Return a table of differing tensors; `a` and `b` are the titles of the values at the largest difference."""
     titles = ("operator", "tensor", "differ", "of", "largest", "at", a, b)
     table = plain_table(*titles, right=(*titles[2:5], *titles[6:]), wraps="tensor")
     for row in rows[:_SHOWN]:
@@ -397,7 +397,7 @@ def difference_table(rows: Sequence[Row], a: str, b: str) -> Table:
 
 
 def _tables(document: Row) -> list[RenderableType]:
-    """Return the differing tensors, worst first, with what is known of the reason."""
+    """Return a table of the differing tensors, worst first, and sentences on the reason."""
     said: list[RenderableType] = [
         f"{side.upper()}: step {each['step']} (incarnation {each['incarnation']}) of {each['url']}, {each['kind']}, ranks: {each['ranks']}"
         for side, each in ((side, document[side]) for side in "ab")

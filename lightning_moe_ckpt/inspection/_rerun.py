@@ -143,7 +143,9 @@ def _tables(document: dict[str, Any]) -> list[RenderableType]:
         f"generation {document['restored']} was restored; {compared} losses compared with the run's, {different} differ"
     )
     lines = [f"note: {note}" for note in document["notes"]]
-    return [table, said, *lines, *document["files"]]
+    if files := document["files"]:
+        lines.append(f"{len(files)} files in {os.path.relpath(Path(files[0]).parent)}")
+    return [table, said, *lines]
 
 
 def _text(losses: Sequence[float] | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing_extensions import override
 
 from campaign._training import Setup, train
 from lightning_moe_ckpt.callbacks._base import checkpoint_of
+from lightning_moe_ckpt.errors import NoUsableGeneration
 from lightning_moe_ckpt.fit._dump import PARTS, StepDump
 from lightning_moe_ckpt.launch import RERUN, RerunRequest
 from lightning_moe_ckpt.storage import RunView, open_backend
@@ -73,10 +75,11 @@ class Again:
     results: Path
     step: int
     until: int
+    seconds: float = 0.0
+    """How long it waits for a generation at or before the step."""
 
     def __call__(self, life: Attempt) -> Mapping[str, Any]:
-        with closing(open_backend(life.url)) as backend:
-            view = RunView.open(backend)
+        view = self._reached(life.url)
         assert view.history is not None
         request = RerunRequest(
             tag=memory_tag(view.history.key, view.url),
@@ -95,3 +98,17 @@ class Again:
         finally:
             del os.environ[RERUN]
         return {"status": "ended"}
+
+    def _reached(self, url: str) -> RunView:
+        give_up = time.monotonic() + self.seconds
+        while True:
+            try:
+                with closing(open_backend(url)) as backend:
+                    view = RunView.open(backend)
+                    found = [each.generation.step for each in view.generations() if each.usable]
+                if any(0 < step <= self.step for step in found):
+                    return view
+            except NoUsableGeneration:
+                pass
+            assert time.monotonic() <= give_up, "there is nothing to be run again"
+            time.sleep(0.01)

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 from campaign._campaign import checkpoints, memory_of_run
+from campaign._draw import draw
 from campaign._pipelined import Pipelined
 from campaign._replayed import Again, train_dumped
 from campaign._training import Checkpointing, Setup
 from campaign._warm import WarmParents
-from lightning_moe_ckpt.testing import run_attempts
+from campaign.test_frozen_base import frozen_base
+from lightning_moe_ckpt.testing import Kill, assert_same_end, run_attempts
 
 KEPT: dict[str, Any] = {"keep": 99, "arguments": (("replicas", 0),)}
 DENSE = Checkpointing(policy="dense", every_n_steps=3, **KEPT)
@@ -57,7 +59,9 @@ def compared(said: dict[str, Any]) -> int:
     return sum(row[3] is True for row in rows)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy", ["sparse", *(pytest.param(each, marks=pytest.mark.soak) for each in ("dense", "differential"))]
+)
 def test_a_step_again(warm: WarmParents, tmp_path: Path, policy: str) -> None:
     """One rank, from storage alone, by a process with another seed, with validation and a new epoch between."""
     setup = Setup(checkpointing=POLICIES[policy], epochs=2)
@@ -85,3 +89,60 @@ def test_steps_again_on_many_ranks(warm: WarmParents, tmp_path: Path, layout: st
         pytest.skip("`DifferentialCheckpoint` refuses stages")
     said = replayed(warm, tmp_path, replace(setup, checkpointing=POLICIES[policy]), (3, 3), (4, 6), (8, 8))
     assert sum(map(compared, said)) > 0
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_run_does_not_notice(warm: WarmParents, tmp_path: Path, policy: str) -> None:
+    """Steps are run again while it trains; it is killed, goes on from memory, and ends as if alone."""
+    setup = Setup(checkpointing=POLICIES[policy], epochs=12)
+    place: dict[str, Any] = {"url": checkpoints(tmp_path).as_uri(), "world_size": 1}
+    fit, kill = partial(train_dumped, setup, tmp_path / "dumps"), Kill(phase="after_batch_end", step=50)
+    for name in ("live", "killed"):
+        (tmp_path / name).mkdir()
+    again, at = Again(setup, tmp_path / "live", 20, 22, seconds=60.0), {**place, "first_index": 1}
+    run = {**place, "workdir": tmp_path / "run"}
+    calls = [((fit,), {**run, "kills": [kill]}), ((again,), {**at, "workdir": tmp_path / "at"})]
+    lives, replays = warm.map(run_attempts, calls)
+    assert [life.outcome for life in (*lives, *replays)] == ["killed", "finished", "finished"]
+    first = lives[0].steps()
+    assert first == [*range(1, 51)]
+    reference = warm.call(run_attempts, setup.fault_free().fit, url="", workdir=tmp_path / "reference")
+    assert_same_end(reference, lives)
+    assert compared(json.loads((tmp_path / "live" / "results.json").read_text())) > 0
+    found = [*(tmp_path / "live").glob("*.safetensors")]
+    assert len(found) == 9
+    assert all(path.read_bytes() == (tmp_path / "dumps" / path.name).read_bytes() for path in found)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_other_losses_have_a_reason(warm: WarmParents, tmp_path: Path) -> None:
+    """Experts of different ages are a state that the run never had; other ranks sum in another order."""
+    partial_run = Setup(checkpointing=Checkpointing(policy="partial", **KEPT))
+    two_ranks = Setup(checkpointing=DENSE, world_size=2)
+    for setup, ranks, said in ((partial_run, 1, "are not exact, and this is one"), (two_ranks, 1, "")):
+        folder = tmp_path / str(setup.world_size)
+        place: dict[str, Any] = {"url": checkpoints(folder).as_uri()}
+        fit, results = partial(train_dumped, setup, folder / "dumps"), folder / "again"
+        warm.call(run_attempts, fit, workdir=folder / "run", world_size=setup.world_size, **place)
+        results.mkdir()
+        again = Again(replace(setup, world_size=ranks), results, 7, 8)
+        warm.call(run_attempts, again, workdir=folder / "at", world_size=ranks, first_index=1, **place)
+        found = json.loads((results / "results.json").read_text())
+        assert said in "".join(note for _, _, notes in found["ranks"] for note in notes), found
+        if setup is two_ranks:
+            assert {row[3] for rank, *_ in found["ranks"] for row in rank} == {None}
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(40))
+def test_drawn_trainings(warm: WarmParents, tmp_path: Path, seed: int) -> None:
+    """With what users' hooks and data do, and frozen bases."""
+    case = frozen_base(seed) if seed % 2 else draw(seed)
+    checkpointing = replace(POLICIES[sorted(POLICIES)[seed % 3]], batches="reposition")
+    setup = replace(case.setup, checkpointing=checkpointing)
+    middle = max(4, setup.steps // 2)
+    replayed(warm, tmp_path, setup, (middle, middle))
