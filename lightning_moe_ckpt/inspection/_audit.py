@@ -1,4 +1,4 @@
-"""Run the steps between two stored generations again, and compare every bit with what the run has stored.
+"""Run the steps between two stored generations again, and compare every bit with the stored ones.
 
 A difference is a verdict only if it comes back: the steps are then run a second time, and must give the same bits as the
 first time.
@@ -27,7 +27,7 @@ from lightning_moe_ckpt.inspection._rerun import request_for, run_again
 from lightning_moe_ckpt.storage import Backend, PosixBackend, RunView
 
 _SETTLED = ("ranks", "expert_parallel", "pipeline_parallel", "sharding", "autocast", "versions")
-"""Facts of a run without which it has other bits."""
+"""Facts of a run on which its bits depend."""
 _STATUSES = {"the same bits": 0, "other bits": 1, "no verdict": 2}
 
 
@@ -47,7 +47,7 @@ class _Again:
         """Reasons for other bits than those of the run."""
         run = PosixBackend(store), RunView.open(PosixBackend(store))
         self.states = [StoredState(run, select(run[1], step), constants=False) for step in steps]
-        """States at all boundaries of which the stored generation has operators."""
+        """States at all boundaries from which the stored generation has operators."""
 
     def doubts(self, twice: _Again, stored: StoredState) -> list[str]:
         """Return reasons why other bits than those that are stored prove nothing; `twice` is the second time."""

@@ -1,4 +1,4 @@
-"""Compare two stored states, of two runs or of one: which operators differ in any bit, by how much, and since which step.
+"""Compare two stored states, of two runs or of one: operators that differ in any bit, by how much, and since when.
 
 Tensors of all ranks are put together, so runs on other ranks, in other layouts and under other policies can be compared.
 Records with equal digests are equal: only what may differ is read. Where operators are of different steps, in sparse and
@@ -44,7 +44,7 @@ _SHOWN = 12
 _OF_RANK = "buffers of rank "
 
 Stored = tuple[Backend, RunView]
-"""A run: where it is, and what is there."""
+"""Storage of a run, and the view of it."""
 Part = tuple[str, str]
 """Operator, and tensor: a parameter, `parameter/key` for the optimizer's state of it, or a buffer."""
 
@@ -72,7 +72,7 @@ class StoredState:
         self.steps = steps | self.tensors.older
         """Steps of operators that are older than the generation; of others perhaps too."""
         self.scalars = self.tensors.shared_scalars() if kind_of(self.commit) == "partial" else {}
-        """State of the optimizer that experts of a partial generation share, which is in no record."""
+        """State of the optimizer that experts of a partial generation share, not in any record."""
         told = {key: value for key, value in self.commit.policy.items() if key not in {"plan", "fingerprint"}}
         self.told = {"ranks": self.commit.world_size, "kind": kind_of(self.commit), "optimizer": optimizer, **told}
         """Facts that may explain why states differ."""
@@ -91,11 +91,11 @@ class StoredState:
         return found
 
     def step_of(self, operator: str) -> int:
-        """Return the step at which an operator was stored."""
+        """Return the step of an operator's state."""
         return self.steps.get(operator, self.step)
 
     def starts(self) -> list[dict[str, Any]]:
-        """Read the journals' start halves, from which the next step begins, rank by rank."""
+        """Read the journals' start halves, rank by rank."""
         own = [each for row in self.tensors.boundary for each in row if each.record.kind == JOURNAL]
         return [decode_journal(self.tensors.record(each)).get("start") or {} for each in own]
 
@@ -282,7 +282,7 @@ def find_parting(runs: Sequence[Stored], until: int) -> Row | None:
 
 
 def common_steps(runs: Sequence[Stored]) -> list[int]:
-    """Return the steps of which both runs have a generation that a restart would try, in order."""
+    """Return the steps of generations that both runs have, and a restart would try, in order."""
     kept = [{stored.generation.step for stored in view.generations() if stored.usable} for _, view in runs]
     return sorted(kept[0] & kept[1])
 
@@ -334,7 +334,7 @@ def _losses(backend: Backend, key: str, record: RecordEntry) -> list[float]:
 
 
 def diff(sides: Sequence[tuple[Backend, int | None]]) -> Answer:
-    """Compare the state of A with that of B. Without steps it is the newest of which both have a generation.
+    """Compare the state of A with that of B. Without steps it is the newest that both have.
 
     Raises:
         NoUsableGeneration: there is no such generation.

@@ -117,6 +117,8 @@ class RunOpener:
                 f"{self.store.url}. Give it that one, or change the script's by arguments behind `--`."
             )
         if job.rerun is not None:
+            if job.rerun.store:
+                self._begin_apart(job.rerun.store)
             self._tag = job.rerun.name  # memory of the run, which may train meanwhile, is neither read nor taken
         any_memory, fresh = resume == "memory", job.view.operators
         with closing(HostTier(self._tag)) as memory:
@@ -171,11 +173,11 @@ class RunOpener:
 
     @property
     def target(self) -> RunStore:
-        """Where this process stores generations."""
+        """Return the run of the generations that this process stores."""
         return self._apart or self.store
 
-    def begin_apart(self, folder: str) -> None:
-        """Begin another run in `folder`, which all ranks see, as the target, and `name` its generations. Collective."""
+    def _begin_apart(self, folder: str) -> None:
+        """Begin another run in a folder that all ranks see, as the target, and `name` its generations. Collective."""
         backend = PosixBackend(folder)
 
         def begin() -> object:

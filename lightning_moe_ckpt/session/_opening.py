@@ -118,14 +118,11 @@ def open_run(job: SessionJob, planner: Planner, clock: HookClock, *, load: bool)
             supervised.leaves(str(files), opener.store.url, config.storage_options)
         resumed, stored = (None, None) if found is None else (found.generation, found.policy)
         planner = planner.settle(opener.store, opener.name(0), stored, load=load)
-        apart = "" if config.rerun is None else config.rerun.store
-        if apart:
-            opener.begin_apart(apart)
         markers = Markers(
             run_id=opener.target.run_id,
             rank=groups.rank,
             world_size=groups.world_size,
-            policy={"policy": policy.kind, **identity.policy(), **({} if apart else planner.constants.policy)},
+            policy={"policy": policy.kind, **identity.policy(), **planner.constants.policy},
             module=describe_stages(view.module, view.schema, job.extra, exchange, groups),
             lineage=opener.target.lineage,
         )
