@@ -273,7 +273,7 @@ def flag(flag: str, text: str, name: str | None = None) -> click.Option:
 
 
 def pair_of(text: str) -> tuple[str, str]:
-    """Return the two words of `KEY=VALUE`."""
+    """Return the two words in `KEY=VALUE`."""
     key, equals, value = text.partition("=")
     if not (key and equals and value):
         raise click.BadParameter(f"`{text}` must be two words joined by =")
@@ -290,13 +290,13 @@ def setting_of(text: str) -> tuple[str, object]:
 
 
 def place_of(text: str) -> tuple[str, int | None]:
-    """Return the URL and the step of `URL[@STEP]`."""
+    """Return the URL and the step in `URL[@STEP]`."""
     url, at, step = str(text).rpartition("@")
     return (url, int(step)) if at and step.isdigit() else (str(text), None)
 
 
 def parts_of(text: str) -> tuple[str, ...]:
-    """Return the parts of a dump."""
+    """Return the parts to dump."""
     parts = tuple(filter(None, str(text).split(",")))
     if unknown := [part for part in parts if part not in ("gradients", "activations", "batch")]:
         raise click.BadParameter(f"`{unknown[0]}` is none of gradients, activations, batch")

@@ -44,7 +44,7 @@ _SHOWN = 12
 _OF_RANK = "buffers of rank "
 
 Stored = tuple[Backend, RunView]
-"""Storage of a run, and the view of it."""
+"""A run's storage and view."""
 Part = tuple[str, str]
 """Operator, and tensor: a parameter, `parameter/key` for the optimizer's state of it, or a buffer."""
 
@@ -72,13 +72,13 @@ class StoredState:
         self.steps = steps | self.tensors.older
         """Steps of operators that are older than the generation; of others perhaps too."""
         self.scalars = self.tensors.shared_scalars() if kind_of(self.commit) == "partial" else {}
-        """State of the optimizer that experts of a partial generation share, not in any record."""
+        """Optimizer state that experts in a partial generation share, not in any record."""
         told = {key: value for key, value in self.commit.policy.items() if key not in {"plan", "fingerprint"}}
         self.told = {"ranks": self.commit.world_size, "kind": kind_of(self.commit), "optimizer": optimizer, **told}
         """Facts that may explain why states differ."""
 
     def parts(self) -> dict[Part, list[Replicas]]:
-        """Return the records of every tensor by operator; the buffers of a rank are an operator."""
+        """Return every tensor's records by operator; each rank's buffers are an operator."""
         found: dict[Part, list[Replicas]] = defaultdict(list)
         for each in self.tensors.full:
             record = each.record
@@ -91,7 +91,7 @@ class StoredState:
         return found
 
     def step_of(self, operator: str) -> int:
-        """Return the step of an operator's state."""
+        """Return the step at which an operator was stored."""
         return self.steps.get(operator, self.step)
 
     def starts(self) -> list[dict[str, Any]]:

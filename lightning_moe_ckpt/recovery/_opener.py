@@ -173,7 +173,7 @@ class RunOpener:
 
     @property
     def target(self) -> RunStore:
-        """Return the run of the generations that this process stores."""
+        """Run that gets generations from this process."""
         return self._apart or self.store
 
     def _begin_apart(self, folder: str) -> None:
