@@ -43,7 +43,7 @@ _SHOWN = 12
 """Most tensors in a table."""
 _OF_RANK = "buffers of rank "
 
-Stored = tuple[Backend, RunView]
+OpenedRun = tuple[Backend, RunView]
 """A run's storage and view."""
 Part = tuple[str, str]
 """Operator, and tensor: a parameter, `parameter/key` for the optimizer's state of it, or a buffer."""
@@ -52,7 +52,7 @@ Part = tuple[str, str]
 class StoredState:
     """State of one generation, each operator as of the step at which it is stored; with or without parameters that do not train."""
 
-    def __init__(self, run: Stored, stored: StoredGeneration, *, constants: bool = True) -> None:
+    def __init__(self, run: OpenedRun, stored: StoredGeneration, *, constants: bool = True) -> None:
         backend, view = run
         assert stored.commit is not None, "`select` chooses among those with a manifest"
         self.url, self.commit, self.step = view.url, stored.commit, stored.generation.step
@@ -73,7 +73,9 @@ class StoredState:
         """Steps of operators that are older than the generation; of others perhaps too."""
         self.scalars = self.tensors.shared_scalars() if kind_of(self.commit) == "partial" else {}
         """Optimizer state that experts in a partial generation share, not in any record."""
-        told = {key: value for key, value in self.commit.policy.items() if key not in {"plan", "fingerprint"}}
+        told = {
+            key: value for key, value in self.commit.policy.items() if key not in {"plan", "fingerprint", CONSTANTS}
+        }
         self.told = {"ranks": self.commit.world_size, "kind": kind_of(self.commit), "optimizer": optimizer, **told}
         """Facts that may explain why states differ."""
 
@@ -136,17 +138,21 @@ class Comparison:
             for parts in (self._left, self._right):
                 for part in [p for p in parts if p[0].startswith(_OF_RANK) and p[0] != f"{_OF_RANK}0"]:
                     del parts[part]
+        apart = a.step - b.step if steps is None else steps
+        operators = {operator for operator, _ in self._left.keys() & self._right.keys()}
+        self.apart = sorted(each for each in operators if a.step_of(each) - b.step_of(each) != apart)
+        """Operators that are not compared, as they are of different steps."""
         shared = a.scalars.keys() | b.scalars.keys()
-        alone = [part for part in sorted(self._left.keys() ^ self._right.keys()) if part[1] not in shared]
+        alone = [
+            part
+            for part in sorted(self._left.keys() ^ self._right.keys())
+            if part[1] not in shared and part[0] not in self.apart
+        ]
         self.notes = [f"only in {'AB'[part in self._right]}: `{part[1]}` of {part[0]}" for part in alone]
         """Tensors that one side lacks or has in another shape or type, in words."""
         for name in a.scalars.keys() & b.scalars.keys():
             if differs(a.scalars[name], b.scalars[name]):
                 self.notes.append(f"`{name}`: {a.scalars[name].item()} in A, {b.scalars[name].item()} in B")
-        apart = a.step - b.step if steps is None else steps
-        operators = {operator for operator, _ in self._left.keys() & self._right.keys()}
-        self.apart = sorted(each for each in operators if a.step_of(each) - b.step_of(each) != apart)
-        """Operators that are not compared, as they are of different steps."""
         self.compared = operators.difference(self.apart)
         """Operators that are compared."""
         both = [part for part in self._left if part in self._right and part[0] in self.compared]
@@ -256,7 +262,7 @@ def _unequal(a: Tensor, b: Tensor) -> Tensor:
 # -- since when
 
 
-def find_parting(runs: Sequence[Stored], until: int) -> Row | None:
+def find_parting(runs: Sequence[OpenedRun], until: int) -> Row | None:
     """Return where two runs part, at the boundary `until` at the latest; `None` if no generation that both keep differs.
 
     Halves the row of generations that both keep: states that have differed once are not equal again.
@@ -281,13 +287,13 @@ def find_parting(runs: Sequence[Stored], until: int) -> Row | None:
     return {"equal": equal_at, "differs": common[high], "looked": looked, "of": len(common), "first": first}
 
 
-def common_steps(runs: Sequence[Stored]) -> list[int]:
+def common_steps(runs: Sequence[OpenedRun]) -> list[int]:
     """Return the steps of generations that both runs have, and a restart would try, in order."""
     kept = [{stored.generation.step for stored in view.generations() if stored.usable} for _, view in runs]
     return sorted(kept[0] & kept[1])
 
 
-def _first_between(runs: Sequence[Stored], low: int, high: int) -> str:
+def _first_between(runs: Sequence[OpenedRun], low: int, high: int) -> str:
     """Return the first loss or record of the boundaries behind `low` that differs, in words; empty if there is none."""
     left, right = (_by_boundary(run, low, high) for run in runs)
     for boundary, rank, name in sorted(left.keys() & right.keys()):
@@ -304,7 +310,7 @@ def losses_text(losses: Sequence[float]) -> str:
     return ", ".join(_figure(loss, 9) for loss in losses) or "none"
 
 
-def _by_boundary(run: Stored, low: int, high: int) -> dict[tuple[int, int, str], Any]:
+def _by_boundary(run: OpenedRun, low: int, high: int) -> dict[tuple[int, int, str], Any]:
     """Return digests of records by boundary, rank and name, and losses under an empty name."""
     (backend, view), found = run, dict[tuple[int, int, str], Any]()
     for commit in (stored.commit for stored in view.generations() if stored.usable):
@@ -363,7 +369,7 @@ def diff(sides: Sequence[tuple[Backend, int | None]]) -> Answer:
     return Answer(document, lambda: _tables(document), status=1 if different else 0)
 
 
-def _steps(wanted: Sequence[int | None], runs: Sequence[Stored]) -> Sequence[int]:
+def _steps(wanted: Sequence[int | None], runs: Sequence[OpenedRun]) -> Sequence[int]:
     known = [step for step in wanted if step is not None]
     if not known and not (known := common_steps(runs)[-1:]):
         kept = [sorted({each.generation.step for each in view.generations() if each.usable}) for _, view in runs]

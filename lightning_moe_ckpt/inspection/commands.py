@@ -47,13 +47,13 @@ from lightning_moe_ckpt.inspection._answers import (
     repair_tables,
     select,
 )
-from lightning_moe_ckpt.inspection._audit import audit_window
 from lightning_moe_ckpt.inspection._cluster import examine_cluster
 from lightning_moe_ckpt.inspection._conformance import Check, examine_url
 from lightning_moe_ckpt.inspection._diff import diff as compare
 from lightning_moe_ckpt.inspection._export import ExportOptions
 from lightning_moe_ckpt.inspection._export import export as write_files
 from lightning_moe_ckpt.inspection._import import import_run
+from lightning_moe_ckpt.inspection._offline_audit import audit_window
 from lightning_moe_ckpt.inspection._progress_views import follow, progress_now, write_page
 from lightning_moe_ckpt.inspection._rerun import rerun
 from lightning_moe_ckpt.inspection._run_profile import write_profile
