@@ -11,6 +11,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Collection
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,8 @@ class Rerun(Callback):
 
     def __init__(self, request: RerunRequest, url: str) -> None:
         if scheme_of(url) == "file":
-            _refuse_writes(os.path.abspath(re.sub(r"^\w+://", "", url)))  # noqa: PTH100  # links are not followed
+            path = re.sub(r"^\w+://", "", url)
+            _refuse_writes({os.path.abspath(path), os.path.realpath(path)})  # noqa: PTH100  # by either name
         self.request, self._within = request, ExitStack()
         self._hook: Any = _function(request.hook) if request.hook else None
         self._journalled: dict[int, list[Tensor]] = {}
@@ -55,16 +57,18 @@ class Rerun(Callback):
         self.notes: list[str] = []
         """Reasons for other losses than those of the run, in words."""
 
-    def begins(self, config: SessionConfig, trainer: Trainer, first: int, *, exact: bool) -> None:
-        """Read the journals of the steps to come, once a generation is restored, whose `first` boundary this is."""
+    def begins(self, config: SessionConfig, trainer: Trainer, first: int, known: str) -> None:
+        """Read the journals of the steps to come, once a generation is restored, whose `first` boundary this is; none are
+        compared if other losses are `known` to come, for a reason.
+        """
         request, self.first = self.request, first
-        self._journalled = journalled_losses(
-            config, trainer.global_rank, trainer.world_size, range(first + 1, request.until + 2)
-        )
+        boundaries = range(first + 1, request.until + 2)
+        if not known:
+            self._journalled = journalled_losses(config, trainer.global_rank, trainer.world_size, boundaries)
         if request.dump:
             self._dump = StepDump(request.dump, Path(request.out), trainer.global_rank)
-        if not exact:
-            self.notes.append("restarts under this policy are not exact, and this is one")
+        if known:
+            self.notes.append(known)
         if request.given:
             self.notes.append(
                 f"from step {request.step} on with {', '.join(f'{k}={v}' for k, v in request.given.items())}"
@@ -177,13 +181,14 @@ _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _CHANGES = {"os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.link", "os.symlink", "os.truncate", "shutil.rmtree"}
 
 
-def _refuse_writes(folder: str) -> None:
-    """Raise `StorageRefused` before Python code of this process writes or moves a file in the folder, until the process ends."""
+def _refuse_writes(folders: Collection[str]) -> None:
+    """Raise `StorageRefused` before Python code of this process writes or moves a file in the folders, until the process ends."""
 
     def look(event: str, args: tuple[Any, ...]) -> None:
         if event in _CHANGES or (event == "open" and isinstance(args[2], int) and args[2] & _WRITE_FLAGS):
             for path in args[:2]:
-                if isinstance(path, str | os.PathLike) and f"{os.path.abspath(path)}/".startswith(f"{folder}/"):  # noqa: PTH100
+                place = f"{os.path.abspath(path)}/" if isinstance(path, str | os.PathLike) else ""  # noqa: PTH100
+                if any(place.startswith(f"{folder}/") for folder in folders):
                     raise StorageRefused(
                         f"{path} is the run's, and `moe-ckpt replay` changes nothing there. Write to another place."
                     )

@@ -21,6 +21,7 @@ from lightning_moe_ckpt.fit._callbacks import Findings, ProgressNote, finish_wit
 from lightning_moe_ckpt.fit._data import Batches, BatchLog, Logged, OnMismatch, WatchedData
 from lightning_moe_ckpt.fit._files import CheckpointFiles, Writing
 from lightning_moe_ckpt.fit._limits import refuse_unsupported, warn_if_short
+from lightning_moe_ckpt.fit._other_ranks import OTHER_RANKS
 from lightning_moe_ckpt.fit._recorder import BoundaryRecorder
 from lightning_moe_ckpt.fit._rerun import Rerun
 from lightning_moe_ckpt.fit._sessions import Sessions, Standing
@@ -92,7 +93,7 @@ class FitSession:
         self.clock = self.session.clock
         warn_if_short(trainer, self.session.job.least_steps)
         self._logs, self._files = LogFolders(trainer, follows=rerun is None), CheckpointFiles(trainer)
-        self._rerun = rerun
+        self.sessions.rerun = rerun
         compared, original = lambda: self._recorder.compares_batch, self._original_batches
         self._batches = BatchLog(trainer, batches, keep=policy.replays, original=original, compared=compared)
         self._layers, findings = LayerState(module, self.session.job.operators.layers), Findings(trainer, module)
@@ -152,9 +153,12 @@ class FitSession:
             self.trained.awaited = start
             if not self._recorder.next_batch_begun(start):
                 session.repeats.waive_reconciling()  # hooks before the next batch run once, later
-        if self._rerun is not None:
+        if self.sessions.rerun is not None:
             self._files.hold(for_good=True)
-            self._rerun.begins(self.sessions.config, self._trainer, self._step, exact=self.sessions.policy.exact)
+            why = "" if self.sessions.policy.exact else "restarts under this policy are not exact, and this is one"
+            if start is not None and OTHER_RANKS in start:
+                why = "other ranks than the run's sum in another order: losses are not compared"
+            self.sessions.rerun.begins(self.sessions.config, self._trainer, self._step, why)
         if session.replaying:
             self._files.hold()
         self.resumed = start is not None
@@ -321,11 +325,11 @@ class FitSession:
                 self.sessions.put_off(error)
         takes, within = not alone and session.takes(step), session.within_window(step)
         self._recorder.want_start(original, needed=takes, replayed_only=within)
-        if self._rerun is not None:
-            if self._rerun.stores(step):
+        if (rerun := self.sessions.rerun) is not None:
+            if rerun.stores(step):
                 session.stop(step, {}, timeout=self.sessions.config.commit_timeout.total_seconds())
             known = self._settings.explains("losses") or self._settings.explains("batches")
-            self._rerun.stepped(step, outcome["losses"], self.sessions.among(), known=known)
+            rerun.stepped(step, outcome["losses"], self.sessions.among(), known=known)
 
     def after_hooks(self) -> None:
         """Undo requests to stop in replay: hooks have judged weights that are frozen or loaded too early."""

@@ -18,6 +18,7 @@ from lightning_moe_ckpt.coordination import Exchange, Neighbours
 from lightning_moe_ckpt.fit import _limits
 from lightning_moe_ckpt.fit._callbacks import averages_of
 from lightning_moe_ckpt.fit._other_ranks import retold
+from lightning_moe_ckpt.fit._rerun import Rerun
 from lightning_moe_ckpt.fit._state import Trained
 from lightning_moe_ckpt.fit._stops import say_who_is_gone
 from lightning_moe_ckpt.fit.loops import _trainer
@@ -59,6 +60,8 @@ class Sessions:
 
     last_step: int | None = None
     """Step at which training is planned to end; `None` until known, or if only time ends it."""
+    rerun: Rerun | None = None
+    """Steps that are run again; `None` where training goes on as ever."""
     error: Exception | None = None
     """Error that the next step raises; `None` unless `BROKEN`."""
     _neighbours: Neighbours | None = None

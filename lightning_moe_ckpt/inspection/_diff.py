@@ -227,7 +227,7 @@ def _difference(operator: str, name: str, a: Tensor, b: Tensor, boxes: Sequence[
                 differing += unequal.numel()
                 x, y = x[unequal].double(), y[unequal].double()
                 best = int((x - y).abs().argmax())  # what is no number counts as the largest
-                index = np.unravel_index(start + int(unequal[best]), size)
+                index = np.unravel_index(start + int(unequal[best]), tuple(size))
                 at = [int(each) + first for each, first in zip(index, offset, strict=True)]
                 worst.append((float((x - y)[best].abs()), at, float(x[best]), float(y[best])))
     if worst:

@@ -33,10 +33,12 @@ def listed(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def replayed(warm: WarmParents, folder: Path, setup: Setup, *steps: tuple[int, int]) -> list[dict[str, Any]]:
-    """Train once, run these steps again, compare all dumps, and return what each replay says."""
+    """Train once, run these steps again, else the middle one, compare all dumps, and return what each replay says."""
     place: dict[str, Any] = {"url": checkpoints(folder).as_uri(), "world_size": setup.world_size}
     dumps, said = folder / "dumps", []
     warm.call(run_attempts, partial(train_dumped, setup, dumps), workdir=folder / "run", **place)
+    last = max(int(path.name.partition("-")[2].partition(".")[0]) for path in dumps.iterdir())
+    steps = steps or ((last // 2, last // 2),)
     before, memory = listed(folder), memory_of_run(checkpoints(folder))
     for step, until in steps:
         again = folder / f"again{step}"
@@ -144,5 +146,4 @@ def test_drawn_trainings(warm: WarmParents, tmp_path: Path, seed: int) -> None:
     case = frozen_base(seed) if seed % 2 else draw(seed)
     checkpointing = replace(POLICIES[sorted(POLICIES)[seed % 3]], batches="reposition")
     setup = replace(case.setup, checkpointing=checkpointing)
-    middle = max(4, setup.steps // 2)
-    replayed(warm, tmp_path, setup, (middle, middle))
+    replayed(warm, tmp_path, setup)
