@@ -227,12 +227,13 @@ def _difference(operator: str, name: str, a: Tensor, b: Tensor, boxes: Sequence[
                 differing += unequal.numel()
                 x, y = x[unequal].double(), y[unequal].double()
                 best = int((x - y).abs().argmax())  # what is no number counts as the largest
-                index = np.unravel_index(start + int(unequal[best]), tuple(size))
+                index = np.unravel_index(start + int(unequal[best]), size)
                 at = [int(each) + first for each, first in zip(index, offset, strict=True)]
                 worst.append((float((x - y)[best].abs()), at, float(x[best]), float(y[best])))
     if worst:
-        values = dict(zip(("largest", "at", "a", "b"), max(worst, key=lambda each: _rank(each[0])), strict=True))
-        yield {"operator": operator, "tensor": name, "differing": differing, "numel": numel, **values}
+        largest, at, in_a, in_b = max(worst, key=lambda each: _rank(each[0]))
+        figures = {"differing": differing, "numel": numel, "largest": largest, "at": at, "a": in_a, "b": in_b}
+        yield {"operator": operator, "tensor": name, **figures}
 
 
 def _rank(largest: float) -> tuple[bool, float]:
