@@ -307,7 +307,10 @@ class CheckpointCallback(SharedArguments, Checkpoint):
             **{field.name: getattr(self, field.name) for field in fields(SessionConfig) if field.name in DEFAULTS},
         )
         if self._rerun is not None:
-            return replace(config, resume="must", rerun=self._rerun.request, replicas=0, dense_every_n_steps=None)
+            kept = replace(config.retention, last=10**9)  # of what an audit stores
+            return replace(
+                config, resume="must", rerun=self._rerun.request, replicas=0, dense_every_n_steps=None, retention=kept
+            )
         densify = os.environ.get(DENSIFY)
         return replace(config, resume="must", densify=densify, elastic="refuse") if densify else config
 

@@ -6,11 +6,13 @@ Imports nothing heavy, as `cli` says.
 from __future__ import annotations
 
 import importlib
+import json
+from datetime import timedelta
 from typing import Any
 
 import click
 
-from lightning_moe_ckpt._units import read_duration
+from lightning_moe_ckpt._units import read_duration, read_size
 
 LS = """\
 List what is stored under URL, newest first, and say of each generation whether a restart would try it.
@@ -37,6 +39,19 @@ Without --step and --all: each generation that a restart would try, and what it 
 does not depend on their size.
 
 Exit status: 0 all good, 1 something is damaged or there is nothing to restore, 2 could not be read."""
+
+DIFF = """\
+Compare two stored states bit by bit: weights, optimizer state and buffers, by operator. @STEP chooses a generation. Without any
+step, the newest of which both URLs have one is compared.
+
+Tensors of all ranks are put together, so runs on other ranks, in other layouts or under other policies can be compared. Records whose
+digests agree are equal, and only others are read. Operators of a sparse or partial generation are compared where both are equally
+many steps old; others are named.
+
+Of two runs that differ it is then shown where they part: the row of generations that both keep is halved until one is equal and
+the next differs, and between these two, records and losses of steps within windows tell the first that differs.
+
+Exit status: 0 equal in all that could be compared, 1 different, 2 not compared."""
 
 EXPORT = """\
 Write a generation as files that other programs read; experts of all ranks are put together. Those that a partial
@@ -98,6 +113,18 @@ before clipping. --hook may register hooks, or return a context manager, such as
 the rest of the batch.
 
 Exit status: 0 done, 1 done, with other losses than the run's, 2 not done."""
+
+AUDIT = """\
+Run the steps between two kept generations again, elsewhere or at another time, and compare every bit: the losses that the run's journals
+have, and the state at the second generation. This finds what a faulty device has computed wrong in any of these steps, and what storage
+or memory has changed since.
+
+COMMAND starts the run's own training, as for `replay`, on this machine. It restores the first of the two. Nothing is written to URL.
+
+What differs first is said. Then the steps are run a second time: if that differs from the first time too, this machine does not
+repeat itself, by nondeterministic kernels or a fault of its own, and there is no verdict.
+
+Exit status: 0 the same bits, 1 other bits than the run's, 2 no verdict."""
 
 IMPORT = """\
 Begin a run at URL from a checkpoint of another tool. It becomes a dense generation, from which any number of ranks goes on,
@@ -227,6 +254,7 @@ SYSTEM = (
     "ours-sparse or ours-localized, with settings as in ours-sparse:window=4,replicas=2; repeat for several (default: all)."
 )
 
+_SHORTEST = timedelta(seconds=0.1)
 _EXTRA_OF = {"rich": "tools", "matplotlib": "plots", "jsonargparse": "cli", "botocore": "s3"}
 """Names of the extras in pyproject.toml, by package."""
 
@@ -242,6 +270,63 @@ def option(flag: str, text: str, metavar: str | None = None, **more: Any) -> cli
 def flag(flag: str, text: str, name: str | None = None) -> click.Option:
     """Return an option without a value."""
     return click.Option([flag, name or flag.strip("-").replace("-", "_")], help=text, is_flag=True)
+
+
+def pair_of(text: str) -> tuple[str, str]:
+    """Return the two words in `KEY=VALUE`."""
+    key, equals, value = text.partition("=")
+    if not (key and equals and value):
+        raise click.BadParameter(f"`{text}` must be two words joined by =")
+    return key, value
+
+
+def setting_of(text: str) -> tuple[str, object]:
+    """Return a key, and a value from JSON or else text."""
+    key, value = pair_of(text)
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
+
+
+def place_of(text: str) -> tuple[str, int | None]:
+    """Return the URL and the step in `URL[@STEP]`."""
+    url, at, step = str(text).rpartition("@")
+    return (url, int(step)) if at and step.isdigit() else (str(text), None)
+
+
+def parts_of(text: str) -> tuple[str, ...]:
+    """Return the parts to dump."""
+    parts = tuple(filter(None, str(text).split(",")))
+    if unknown := [part for part in parts if part not in ("gradients", "activations", "batch")]:
+        raise click.BadParameter(f"`{unknown[0]}` is none of gradients, activations, batch")
+    return parts
+
+
+def size_of(text: object) -> int:
+    """Return bytes from a number with or without a unit."""
+    try:
+        return read_size(int(text) if isinstance(text, str) and text.isdigit() else text)
+    except ValueError as error:
+        raise click.BadParameter(f"`{text}` {error}") from error
+
+
+def time_of(text: object) -> timedelta:
+    """Return a time from seconds with or without a unit."""
+    try:
+        found = read_duration(text)
+    except ValueError as error:
+        raise click.BadParameter(f"`{text}` {error}") from error
+    if found < _SHORTEST:
+        raise click.BadParameter(f"`{text}` must be 0.1 s or more")
+    return found
+
+
+def count_of(text: object) -> int:
+    """Return a number of 1 or more."""
+    if not str(text).isdigit() or int(str(text)) < 1:
+        raise click.BadParameter(f"`{text}` must be a number of 1 or more")
+    return int(str(text))
 
 
 def seconds(text: object) -> float:

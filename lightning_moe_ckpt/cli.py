@@ -8,11 +8,9 @@ wait for nothing. Results go to standard output, progress and errors to standard
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +19,15 @@ from typing_extensions import override
 
 from lightning_moe_ckpt import _cli_options
 from lightning_moe_ckpt._cli_options import RUN, remedy
+from lightning_moe_ckpt._cli_options import count_of as _count
 from lightning_moe_ckpt._cli_options import flag as _flag
 from lightning_moe_ckpt._cli_options import option as _option
-from lightning_moe_ckpt._units import read_duration, read_size
+from lightning_moe_ckpt._cli_options import pair_of as _pair
+from lightning_moe_ckpt._cli_options import parts_of as _parts
+from lightning_moe_ckpt._cli_options import place_of as _place
+from lightning_moe_ckpt._cli_options import setting_of as _setting
+from lightning_moe_ckpt._cli_options import size_of as _size
+from lightning_moe_ckpt._cli_options import time_of as _time
 from lightning_moe_ckpt.errors import CheckpointError
 
 _HELP = """\
@@ -33,6 +37,7 @@ _STATUSES = """\
 Exit status:
   0    done; for verify: everything is as it was written
   1    verify: something is damaged, or there is nothing to restore;
+       diff, audit: something differs;
        doctor: checkpoints are not safe at URL, or a node is not good
   2    wrong arguments, or the command could not do its work;
        standard error says why in a line
@@ -41,7 +46,6 @@ Exit status:
 Errors go to standard error. With --json they are also a document {"error": ...} on standard output.
 
 Completion: put eval "$(_MOE_CKPT_COMPLETE=bash_source moe-ckpt)" into ~/.bashrc, or zsh_source and ~/.zshrc."""
-_SHORTEST = timedelta(seconds=0.1)
 _BROKEN_PIPE = 141  # 128 + SIGPIPE, as a shell reports it
 _INTERRUPTED = 130  # 128 + SIGINT
 _LARGE_PAGES = "glibc.malloc.hugetlb"
@@ -134,53 +138,6 @@ def _command(name: str, summary: str, text: str, params: Sequence[click.Paramete
     return click.Command(name, callback=run, params=list(params), short_help=summary, help=text)
 
 
-def _pair(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not (key and equals and value):
-        raise click.BadParameter(f"`{text}` must be two words joined by =")
-    return key, value
-
-
-def _setting(text: str) -> tuple[str, object]:
-    key, value = _pair(text)
-    try:
-        return key, json.loads(value)
-    except ValueError:
-        return key, value
-
-
-def _parts(text: str) -> tuple[str, ...]:
-    parts = tuple(filter(None, str(text).split(",")))
-    if unknown := [part for part in parts if part not in ("gradients", "activations", "batch")]:
-        raise click.BadParameter(f"`{unknown[0]}` is none of gradients, activations, batch")
-    return parts
-
-
-def _size(text: object) -> int:
-    """Return bytes from a number with or without a unit."""
-    try:
-        return read_size(int(text) if isinstance(text, str) and text.isdigit() else text)
-    except ValueError as error:
-        raise click.BadParameter(f"`{text}` {error}") from error
-
-
-def _time(text: object) -> timedelta:
-    """Return a time from seconds with or without a unit."""
-    try:
-        found = read_duration(text)
-    except ValueError as error:
-        raise click.BadParameter(f"`{text}` {error}") from error
-    if found < _SHORTEST:
-        raise click.BadParameter(f"`{text}` must be 0.1 s or more")
-    return found
-
-
-def _count(text: object) -> int:
-    if not str(text).isdigit() or int(str(text)) < 1:
-        raise click.BadParameter(f"`{text}` must be a number of 1 or more")
-    return int(str(text))
-
-
 def number(flag: str, default: int, text: str) -> click.Option:
     return _option(flag, text, "N", type=_count, default=default)
 
@@ -221,6 +178,17 @@ _LOOKING = [
         _cli_options.VERIFY,
         _option("--step", "This step only.", "N", type=int),
         _flag("--all", "Also generations that no restart would use any more.", "everything"),
+    ),
+    _command(
+        "diff",
+        "Show in which operators two states differ, and since which step two runs do.",
+        _cli_options.DIFF,
+        [
+            click.Argument(["a"], metavar="URL_A[@STEP]", type=_place),
+            click.Argument(["b"], metavar="URL_B[@STEP]", type=_place),
+            _JSON,
+            _STORAGE,
+        ],
     ),
     _on_a_run(
         "export",
@@ -285,6 +253,19 @@ _LOOKING = [
             type=_setting,
             multiple=True,
             name="given",
+        ),
+    ),
+    _on_a_run(
+        "audit",
+        "Run the steps between two generations again, and compare every bit with the run's.",
+        _cli_options.AUDIT,
+        click.Argument(["command"], metavar="-- COMMAND [ARGS]...", nargs=-1, required=True, type=click.UNPROCESSED),
+        _option(
+            "--from",
+            "From the newest generation at or before step N (default: the newest two).",
+            "N",
+            type=int,
+            name="start",
         ),
     ),
     _command(

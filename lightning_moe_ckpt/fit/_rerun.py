@@ -95,6 +95,10 @@ class Rerun(Callback):
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         self._within.close()
 
+    def stores(self, boundary: int) -> bool:
+        """Return whether the state at `boundary` is to be stored, for an audit."""
+        return bool(self.request.store) and boundary >= self.request.store_from
+
     def stepped(self, boundary: int, losses: list[Tensor], among: Exchange, *, known: str) -> None:
         """Compare the step that ended at `boundary`, all hooks included; end the process with status 0 behind the last,
         where this is collective. `known` are reasons for other losses.

@@ -334,9 +334,11 @@ class FitSession:
                 self.sessions.put_off(error)
         takes, within = not alone and session.takes(step), session.within_window(step)
         self._recorder.want_start(original, needed=takes, replayed_only=within)
-        if self.sessions.rerun is not None:
+        if (rerun := self.sessions.rerun) is not None:
+            if rerun.stores(step):
+                session.stop(step, {}, timeout=self.sessions.config.commit_timeout.total_seconds())
             known = self._settings.explains("losses") or self._settings.explains("batches")
-            self.sessions.rerun.stepped(step, outcome["losses"], self.sessions.among(), known=known)
+            rerun.stepped(step, outcome["losses"], self.sessions.among(), known=known)
 
     def after_hooks(self) -> None:
         """Undo requests to stop in replay: hooks have judged weights that are frozen or loaded too early."""

@@ -99,6 +99,8 @@ class Assembler:
         # Ranks keep their own buffers; an export has room for one of each pipeline stage.
         size = len(markers) // int(str(markers[0].policy.get(STAGES, 1)))
         own = [[*index.step(Version(self._generation, ""), self._generation.step).values()] for index in self._indexes]
+        self.boundary = own
+        """Records of each rank at the generation's own step, of any kind."""
         self._journal = next((each for each in own[0] if each.record.kind == JOURNAL), None)
         self._buffers: dict[str, StoredTensor] = {}
         for first in own[::size]:
@@ -107,7 +109,8 @@ class Assembler:
                 if each.record.kind == BUFFER and not is_average(each.record.fqn) and each.record.fqn not in known:
                     _add(self._buffers, each.record.fqn, each)
         self._parameters: dict[str, StoredTensor] = {}
-        self._full: list[Replicas] = []
+        self.full: list[Replicas] = []
+        """Records of all operators' full states, each of the newest good generation."""
         self._sources: dict[str, Version] = {}
         self._choose()
 
@@ -142,14 +145,14 @@ class Assembler:
         self._sources = {}
         for name, source in ((name, each) for found in offered for name, row in found.items() for each, _ in row):
             self._sources[name] = max(source, self._sources.get(name, source))
-        self._full = [
+        self.full = [
             replicas
             for index in self._indexes
             for name, source in self._sources.items()
             for replicas in index.operator(name, source).values()
         ]
         self._parameters = {}
-        for each in self._full:
+        for each in self.full:
             if each.record.state_key == PARAM:
                 _add(self._parameters, each.record.fqn, each)
 
@@ -160,7 +163,7 @@ class Assembler:
 
     def read(self, name: str) -> Tensor:
         """Read one of `stored`, whole, in its stored precision."""
-        return self._whole(name, self._buffers[name] if name in self._buffers else self._parameters[name])
+        return self.whole(name, self._buffers[name] if name in self._buffers else self._parameters[name])
 
     def lazy(self, name: str) -> LazyTensor:
         """Return one of `stored`, to be read later."""
@@ -171,13 +174,13 @@ class Assembler:
         """Read rank 0's journal record."""
         if self._journal is None:
             raise Corrupt(f"{self._generation}: rank 0 has no journal.")
-        return self._record(self._journal)
+        return self.record(self._journal)
 
     def optimizer(self) -> dict[str, LazyTensor]:
         """Return the optimizer state as `fqn/key`: whole tensors, and scalars where the optimizer keeps one per parameter."""
         found: dict[str, StoredTensor] = {}
         absent: set[str] = set()
-        for each in self._full:
+        for each in self.full:
             record = each.record
             if record.state_key not in {PARAM, PRESENT} and not is_average(record.state_key):
                 name = f"{record.fqn}/{record.state_key}"
@@ -190,23 +193,23 @@ class Assembler:
             self.notes.append(f"no optimizer state yet in parts of {_few(partly)}: zeros there")
         if absent - found.keys():
             self.notes.append(f"no optimizer state yet: {_few(sorted(absent - found.keys()))} left out")
-        scalars = self._shared_scalars()
+        scalars = self.shared_scalars()
         states: dict[str, LazyTensor] = {}
         for name, tensor in found.items():
             # Every writer of a shard stores the scalars of its parameter.
             several = all(each.record.numel == math.prod(tensor.shape) for each in tensor.records)
-            read = self._common if several else partial(self._whole, partly=name in absent)
+            read = self._common if several else partial(self.whole, partly=name in absent)
             states[name] = LazyTensor(dtype_of(tensor.dtype), tensor.shape, partial(read, name, tensor))
         return states | {name: LazyTensor(each.dtype, (), partial(each.view, ())) for name, each in scalars.items()}
 
-    def _shared_scalars(self) -> dict[str, Tensor]:
+    def shared_scalars(self) -> dict[str, Tensor]:
         """Read the optimizer's scalars for several experts at once, from a partial generation's journal."""
         stored = (decode_journal(self.journal()).get("outcome") or {}).get("scalars") or {}
         return {f"{fqn}/{key}": value for fqn, values in stored.items() for key, value in values.items()}
 
     def _common(self, name: str, tensor: StoredTensor) -> Tensor:
         """Read a tensor that each of its writers stored whole."""
-        first, *others = [self._record(record) for record in tensor.records]
+        first, *others = [self.record(record) for record in tensor.records]
         if different := [each for each in others if not torch.equal(each.view(torch.uint8), first.view(torch.uint8))]:
             place = int(torch.argmax((first != different[0]).byte()))
             raise ConfigurationError(
@@ -215,7 +218,8 @@ class Assembler:
             )
         return first.view(tensor.shape)
 
-    def _whole(self, name: str, tensor: StoredTensor, *, partly: bool = False) -> Tensor:
+    def whole(self, name: str, tensor: StoredTensor, *, partly: bool = False) -> Tensor:
+        """Read a tensor that is called `name`; with `partly`, elements without a record are zero."""
         numel, records = math.prod(tensor.shape), _distinct(tensor.records)
         held = sum(each.record.numel for each in records)
         if held < numel and not partly:
@@ -249,14 +253,15 @@ class Assembler:
             raise ConfigurationError(f"`{name}`: element {twice} was written by two ranks. Verify the generation.")
         whole = _zeros(name, math.prod(tensor.shape), tensor.dtype).view(tensor.shape)
         for each in tensor.records:
-            flat = self._record(each)
+            flat = self.record(each)
             for offset, size in each.record.boxes():
                 place = tuple(slice(first, first + length) for first, length in zip(offset, size, strict=True))
                 whole[place] = flat[: math.prod(size)].view(size)
                 flat = flat[math.prod(size) :]
         return whole
 
-    def _record(self, replicas: Replicas) -> Tensor:
+    def record(self, replicas: Replicas) -> Tensor:
+        """Read a record, flat."""
         record = replicas.record
         flat = _zeros(record.name, record.numel, record.dtype)
         self._fill(flat, [(0, replicas)])

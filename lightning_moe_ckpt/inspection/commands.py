@@ -49,9 +49,11 @@ from lightning_moe_ckpt.inspection._answers import (
 )
 from lightning_moe_ckpt.inspection._cluster import examine_cluster
 from lightning_moe_ckpt.inspection._conformance import Check, examine_url
+from lightning_moe_ckpt.inspection._diff import diff as compare
 from lightning_moe_ckpt.inspection._export import ExportOptions
 from lightning_moe_ckpt.inspection._export import export as write_files
 from lightning_moe_ckpt.inspection._import import import_run
+from lightning_moe_ckpt.inspection._offline_audit import audit_window
 from lightning_moe_ckpt.inspection._progress_views import follow, progress_now, write_page
 from lightning_moe_ckpt.inspection._rerun import rerun
 from lightning_moe_ckpt.inspection._run_profile import write_profile
@@ -178,6 +180,17 @@ def _verdict_lines(verdict: Verdict) -> list[RenderableType]:
     return list(lines)
 
 
+def diff(*, a: tuple[str, int | None], b: tuple[str, int | None], **options: Any) -> int:
+    """Compare two states."""
+
+    def look(backend: Backend) -> Answer:
+        stored = dict(options.get("storage_option", ()))
+        with contextlib.closing(open_backend(b[0], storage_options=stored, patience=_PATIENCE)) as other:
+            return compare([(backend, a[1]), (other, b[1])])
+
+    return _of_run(look)(url=a[0], **options)
+
+
 @_of_run
 def export(backend: Backend, *, out: Path, step: int | None, tie: Sequence[tuple[str, str]], **options: Any) -> Answer:
     """Write files that other programs read."""
@@ -239,6 +252,13 @@ def replay(backend: Backend, **asked: Any) -> Answer:
     """Run steps again in the user's training."""
     with _interrupted_by_sigterm():
         return rerun(backend, **asked)
+
+
+@_of_run
+def audit(backend: Backend, *, start: int | None, command: Sequence[str]) -> Answer:
+    """Run a window again in the user's training, and compare."""
+    with _interrupted_by_sigterm():
+        return audit_window(backend, start, command)
 
 
 @_of_run

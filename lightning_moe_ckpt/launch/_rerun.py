@@ -32,6 +32,10 @@ class RerunRequest:
     """Parts of each step to store: `gradients`, `activations`, `batch`."""
     out: str = ""
     """Folder for them."""
+    store: str = ""
+    """Folder for a run with the states of boundaries as its generations; empty for none."""
+    store_from: int = 0
+    """First of these boundaries."""
     given: Mapping[str, Any] = field(default_factory=dict)
     """Values of the optimizer's groups, or of the trainer's clipping, from `step` on."""
 

@@ -54,6 +54,7 @@ from lightning_moe_ckpt.storage import (
     Backend,
     Commit,
     GenerationId,
+    PosixBackend,
     RankMarker,
     Resume,
     RunStore,
@@ -83,6 +84,7 @@ class RunOpener:
         self._open_backend = partial(open_backend, url, storage_options=storage_options, bandwidth=bandwidth)
         self._backend: Backend | None = None
         self.store: RunStore
+        self._apart: RunStore | None = None
         self._incarnation, self._nonce = 0, ""
         self._tag, self._changes_nothing = "", False
         self.claim: MemoryClaim
@@ -115,6 +117,8 @@ class RunOpener:
                 f"{self.store.url}. Give it that one, or change the script's by arguments behind `--`."
             )
         if job.rerun is not None:
+            if job.rerun.store:
+                self._begin_apart(job.rerun.store)
             self._tag = job.rerun.name  # memory of the run, which may train meanwhile, is neither read nor taken
         any_memory, fresh = resume == "memory", job.view.operators
         with closing(HostTier(self._tag)) as memory:
@@ -166,6 +170,23 @@ class RunOpener:
         if not self._exchange.is_coordinator:
             self.store = RunStore.join(backend, run_id=run_id)
         return listed
+
+    @property
+    def target(self) -> RunStore:
+        """Run that gets generations from this process."""
+        return self._apart or self.store
+
+    def _begin_apart(self, folder: str) -> None:
+        """Begin another run in a folder that all ranks see, as the target, and `name` its generations. Collective."""
+        backend = PosixBackend(folder)
+
+        def begin() -> object:
+            self._apart = store = RunStore.open(backend, resume="auto")
+            store.candidates()
+            return [store.run_id, store.open_incarnation(None), store.nonce]
+
+        run_id, self._incarnation, self._nonce = cast("list[Any]", self._exchange.run_on_coordinator(begin))
+        self._apart = self._apart or RunStore.join(backend, run_id=run_id)
 
     def _list(self) -> object:
         """Return commits, generations kept for their files, and reasons why others cannot be read."""

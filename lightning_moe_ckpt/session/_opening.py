@@ -119,12 +119,12 @@ def open_run(job: SessionJob, planner: Planner, clock: HookClock, *, load: bool)
         resumed, stored = (None, None) if found is None else (found.generation, found.policy)
         planner = planner.settle(opener.store, opener.name(0), stored, load=load)
         markers = Markers(
-            run_id=opener.run_id,
+            run_id=opener.target.run_id,
             rank=groups.rank,
             world_size=groups.world_size,
             policy={"policy": policy.kind, **identity.policy(), **planner.constants.policy},
             module=describe_stages(view.module, view.schema, job.extra, exchange, groups),
-            lineage=opener.store.lineage,
+            lineage=opener.target.lineage,
         )
         with exchange.raise_together():
             nbytes, older = planner.sizes.dense_nbytes, not policy.exact or policy.chains is not None
@@ -177,7 +177,7 @@ def _joined(
     """Make the tiers' workers, and all that captures for them."""
     policy, is_first = job.policy, job.exchange.is_coordinator
     storage = PersistWorker(
-        opener.store,
+        opener.target,
         markers,
         retention=job.config.retention,
         commit_timeout=job.config.commit_timeout,

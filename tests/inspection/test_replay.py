@@ -84,7 +84,11 @@ def test_bad_input_is_answered_before_anything_starts(
 @pytest.mark.parametrize(
     "case",
     [
-        (["--step", "5"], ["7", "elsewhere"], "`moe-ckpt replay` was given another URL than the callback of this script"),
+        (
+            ["--step", "5"],
+            ["7", "elsewhere"],
+            "`moe-ckpt replay` was given another URL than the callback of this script",
+        ),
         (["--step", "5"], ["7", "writes"], "is the run's, and `moe-ckpt replay` changes nothing there"),
         (["--step", "9"], ["7"], "ended, and its fit has not come to this step"),
         (["--step", "5", "--hook", "none:show"], ["7"], "`--hook none:show`: No module named 'none'"),
