@@ -96,7 +96,7 @@ class Tiers:
             Generations given up by a tier that takes every generation: their memory is free.
         """
         freed: set[GenerationId] = set()
-        self.governor.agreed([vote.pacing for vote in votes if vote.pacing is not None])
+        self.governor.agreed([vote.pacing for vote in votes])
         if self.stragglers is not None:
             self.stragglers.agreed([vote.own_work for vote in votes])
         for index, lane in enumerate(self._lanes):
