@@ -67,9 +67,7 @@ class Balance(NamedTuple):
         with suppress(ConfigurationError, IndexError, OverflowError):  # torn by a kill
             before = Goodput(**dict(zip(PARTS, parts, strict=True)))
             found = before + _divided(PARTS[index], max(0.0, at - began), hooks_now - hooks, slowed_now - slowed)
-            known = (
-                each if 0 <= each < math.inf else None for each in _PRESUMED.unpack_from(page, _PHASE.size + _STEP.size)
-            )
+            known = map(_possible, _PRESUMED.unpack_from(page, _PHASE.size + _STEP.size))
             return cls(max(at, began), max(reached, step), found, *known)
         return None
 
@@ -209,10 +207,8 @@ class RunAccount:
 
     def passed(self, step: int) -> None:
         """Note the begin of training behind `step`."""
-        if self._under_way[0] == "productive" and (
-            self.warm_up is not None or not self._cold
-        ):  # nothing else will come
-            self._presume()
+        if self._under_way[0] == "productive" and (self.warm_up is not None or not self._cold):
+            self._presume()  # nothing else will change
             self.until = step + _LOOK_STEPS
             return
         part = "repeated" if step < self.covered else "lost" if step < self.reached else "productive"
@@ -330,10 +326,14 @@ def read_account(figures: object) -> Balance | None:
     if isinstance(said, dict) and isinstance(at := said.get("at"), int | float):
         with suppress(ConfigurationError, OverflowError):
             step, goodput = said.get("step"), Goodput.read(said)
-            known = (each if isinstance(each := said.get(name), float) else None for name in ("share", "warm_up"))
+            known = (_possible(said.get(name)) for name in ("share", "warm_up"))
             if math.isfinite(at):
                 return Balance(float(at), step if isinstance(step, int) else 0, goodput, *known)
     return None
+
+
+def _possible(seconds: object) -> float | None:
+    return seconds if isinstance(seconds, float) and 0 <= seconds < math.inf else None
 
 
 def _divided(part: str, seconds: float, hooks: float, slowed: float) -> Goodput:
