@@ -40,6 +40,8 @@ log = rank_logger(__name__)
 _TRIAL = SparsePolicy(window=2, every_n_steps=8)
 _LOOK_STEPS = 24
 """Steps between looks at the figures: the first has seen 20 ordinary steps."""
+_NEEDS = {"training.step_seconds", "costs.hooks_per_capture"}
+"""Numbers of a profile without which nothing is chosen."""
 _PROFILE, _CHOICE = "profile.yaml", "choice.json"
 """Objects at the run's URL."""
 _KINDS = {
@@ -191,11 +193,11 @@ class AutoCheckpoint(CheckpointCallback):
             return None
         with closing(self._backend()) as backend:
             try:
-                document, _ = profile_of(RunView.open(backend))
+                document, known = profile_of(RunView.open(backend), needs=_NEEDS)
             except (StorageError, Corrupt, NoUsableGeneration) as error:  # an outage, or a generation removed meanwhile
                 log.warning("the run's figures cannot be read: looked for again in %d steps. %s", _LOOK_STEPS, error)
                 return None
-            if "step_seconds" not in document["training"] or "hooks_per_capture" not in document["costs"]:
+            if not known.keys() >= _NEEDS:
                 return None
             nodes = list(dict.fromkeys(node for _, node, *_ in rows))
             _complete(document, [rates for *_, rates, _ in rows], len(nodes), self.report.goodput.startup)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import re
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ Document = dict[str, dict[str, Any]]
 _EXPERT = re.compile(r"(.*)/expert\.\d+")
 _SPREAD = 1.2
 """Least ratio of the largest restore to the smallest to tell the time per byte from the rest."""
+_AT_ONCE = 16
+"""Markers read at the same time."""
 _FIRST_STEPS = 6
 """Steps of a start until the log's figures leave out unusual steps."""
 _UNKNOWN = {
@@ -78,8 +82,11 @@ def write_profile(view: RunView, out: Path, given: Sequence[tuple[str, object]],
     return Answer(answer, lambda: [f"{out}: profile of run {view.run_id}", *told, *left])
 
 
-def profile_of(view: RunView) -> tuple[Document, dict[str, str]]:
-    """Return a profile's document with the numbers known of a run, and each number's source by name."""
+def profile_of(view: RunView, *, needs: Collection[str] = ()) -> tuple[Document, dict[str, str]]:
+    """Return a profile's document with the numbers known of a run, and each number's source by name.
+
+    Without a number that it `needs` from the log no markers are read.
+    """
     starts = _starts(view)
     document, sources = Document({name: {} for name in ("training", "model", "cluster", "speeds", "costs")}), {}
 
@@ -95,8 +102,10 @@ def profile_of(view: RunView) -> tuple[Document, dict[str, str]]:
     if ranks == {1}:  # of several, the log does not say on which nodes they are
         put("cluster.nodes", 1, "the log")
         put("cluster.ranks_per_node", 1, "the log")
-    for commit in (stored.commit for stored in view.generations() if stored.commit is not None):
-        markers = [view.read_marker(commit, rank) for rank in range(commit.world_size)]
+    wanted = view.generations() if sources.keys() >= set(needs) else ()
+    for commit in (stored.commit for stored in wanted if stored.commit is not None):
+        with ThreadPoolExecutor(_AT_ONCE, "moe-ckpt-profile") as pool:
+            markers = list(pool.map(partial(view.read_marker, commit), range(commit.world_size)))
         document["model"], shared = _model(markers), Topology.of_stored(commit)
         sources["model.operators"] = said = f"generation of step {commit.generation.step}"
         put("cluster.pipeline", shared.pipeline_parallel, said)

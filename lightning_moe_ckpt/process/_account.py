@@ -33,11 +33,15 @@ ACCOUNT_NBYTES = 256
 
 _COLD_STEPS, _WARM_STEPS = 5, 10
 """First steps of a start, which are slower, and steps behind these to compare them with."""
-_MAGIC = b"goodput1"
+_LOOK_STEPS = 50
+"""Steps from one writing of what a later start can presume to the next."""
+_MAGIC = b"goodput2"
 _PHASE = struct.Struct(f"<8sqqddd{len(PARTS)}d")
 """Part under way, newest step of before, when it began, hooks and slower steps then, and all parts then."""
 _STEP = struct.Struct("<qddd")
 """Behind it, of the newest sign of life: step, time, hooks, slower steps."""
+_PRESUMED = struct.Struct("<dd")
+"""Behind that, for later starts: `Balance.share` and `Balance.warm_up`, not a number if unknown."""
 
 
 class Balance(NamedTuple):
@@ -48,6 +52,10 @@ class Balance(NamedTuple):
     step: int
     """Newest step taken in any incarnation."""
     goodput: Goodput
+    share: float | None = None
+    """Part of steps by which they were longer with background work beside them; `None` if no steps could be compared."""
+    warm_up: float | None = None
+    """Seconds by which the first steps of a start were longer than those behind; `None` if unknown."""
 
     @classmethod
     def read(cls, page: bytes) -> Balance | None:
@@ -59,17 +67,19 @@ class Balance(NamedTuple):
         with suppress(ConfigurationError, IndexError, OverflowError):  # torn by a kill
             before = Goodput(**dict(zip(PARTS, parts, strict=True)))
             found = before + _divided(PARTS[index], max(0.0, at - began), hooks_now - hooks, slowed_now - slowed)
-            return cls(max(at, began), max(reached, step), found)
+            known = map(_possible, _PRESUMED.unpack_from(page, _PHASE.size + _STEP.size))
+            return cls(max(at, began), max(reached, step), found, *known)
         return None
 
     def plain(self) -> list[Any]:
         """Return plain values for an exchange, and for `of`."""
-        return [self.at, self.step, *astuple(self.goodput)]
+        return [self.at, self.step, self.share, self.warm_up, *astuple(self.goodput)]
 
     @classmethod
     def of(cls, plain: Sequence[Any]) -> Balance:
         """Return the state from `plain`."""
-        return cls(plain[0], plain[1], Goodput(**dict(zip(PARTS, plain[2:], strict=True))))
+        at, step, share, warm_up, *parts = plain
+        return cls(at, step, Goodput(**dict(zip(PARTS, parts, strict=True))), share, warm_up)
 
 
 class Origin(NamedTuple):
@@ -119,10 +129,13 @@ class Slower(Protocol):
 
     slowed: float
     """Seconds by which steps were longer while copies and tiers worked beside them."""
+    share: float | None
+    """See `Balance.share`; set to that of earlier starts before the first step."""
 
 
 class _NotSlower:
     slowed = 0.0
+    share: float | None = None
 
 
 class RunAccount:
@@ -152,7 +165,7 @@ class RunAccount:
             between = Goodput(startup=now - past.at)
         else:
             between = gap(past.at, ranks, now)
-        self._before = past.goodput
+        self._before, self._presumed = past.goodput, past
         self.reached = max((each.step for each in known), default=0)
         """Newest step of earlier incarnations."""
         self.covered = self.first = self.step = 0
@@ -163,6 +176,8 @@ class RunAccount:
         """Clock without hooks, validation and slower steps, at the begin and the end of the first steps."""
         self.warm_up: float | None = None
         """Seconds by which first steps were longer than those behind them; `None` as long as unknown, or if they did not count."""
+        self._moved = 0.0
+        """Seconds of productive time moved to the start's for it, as many as in an earlier start until they are known."""
         self._page: Any = bytearray(ACCOUNT_NBYTES)
         self._under_way = ("startup", now, 0.0, 0.0, past.goodput + between)
         """Part under way, when it began, hooks and slower steps then, and all parts then."""
@@ -178,6 +193,7 @@ class RunAccount:
     def begin(self, covered: int | None, first: int, beside: Slower) -> None:
         """Note the begin of loading a generation with steps up to `covered`, for training from `first` on; `None` for a fresh start."""
         self.beside, self.until = beside, -1
+        beside.share = self._presumed.share
         self.covered, self.first, self.step = covered or 0, first, first
         self._write(first)
         if covered is not None:
@@ -191,6 +207,10 @@ class RunAccount:
 
     def passed(self, step: int) -> None:
         """Note the begin of training behind `step`."""
+        if self._under_way[0] == "productive" and (self.warm_up is not None or not self._cold):
+            self._presume()  # nothing else will change
+            self.until = step + _LOOK_STEPS
+            return
         part = "repeated" if step < self.covered else "lost" if step < self.reached else "productive"
         self._enter(part, step)
         ends = {"repeated": self.covered, "lost": self.reached}
@@ -227,8 +247,14 @@ class RunAccount:
 
     def document(self) -> dict[str, Any]:
         """Return the state at the newest sign of life for the run's log, see `read_account`."""
-        at, step, goodput = self.signed()
-        return {"at": round(at, 3), "step": step, **rounded(goodput)}
+        now = self.signed()
+        return {
+            "at": round(now.at, 3),
+            "step": now.step,
+            "share": now.share,
+            "warm_up": now.warm_up,
+            **rounded(now.goodput),
+        }
 
     def own(self) -> Goodput:
         """Return the parts of this incarnation up to then, with the time since the last sign of life of the incarnation before."""
@@ -252,16 +278,29 @@ class RunAccount:
         at = time.monotonic() - beside
         if len(self._cold) < 2 and steps == len(self._cold) * _COLD_STEPS:
             self._cold.append(at)
+            if steps:
+                self._start_took(step, self._presumed.warm_up or 0.0)
             return step + (_WARM_STEPS if steps else _COLD_STEPS)
-        if len(self._cold) == 2 and self.warm_up is None:
+        if len(self._cold) == 2:
             usual = (at - self._cold[1]) / (steps - _COLD_STEPS)
-            part, began, hooks, slowed, before = self._under_way
-            longer = self._cold[1] - self._cold[0] - _COLD_STEPS * usual
-            self.warm_up = warm = min(max(0.0, longer), before.productive)
-            parts = {**asdict(before), "productive": before.productive - warm, "startup": before.startup + warm}
-            self._under_way = (part, began, hooks, slowed, Goodput(**parts))
-            self._write(step)
-        return float("inf")
+            self._start_took(step, max(0.0, self._cold[1] - self._cold[0] - _COLD_STEPS * usual))
+            self.warm_up = self._moved
+        return step + _LOOK_STEPS
+
+    def _start_took(self, step: int, longer: float) -> None:
+        """Move so many seconds of productive time to the start's in all."""
+        part, began, hooks, slowed, before = self._under_way
+        more = min(longer - self._moved, before.productive)
+        self._moved += more
+        parts = {**asdict(before), "productive": before.productive - more, "startup": before.startup + more}
+        self._under_way = (part, began, hooks, slowed, Goodput(**parts))
+        self._write(step)
+
+    def _presume(self) -> None:
+        """Write what later starts can presume."""
+        warm_up = self._presumed.warm_up if self.warm_up is None else self.warm_up
+        known = (math.nan if each is None else each for each in (self.beside.share, warm_up))
+        _PRESUMED.pack_into(self._page, _PHASE.size + _STEP.size, *known)
 
     def _enter(self, part: str, step: int) -> None:
         now = self.balance()
@@ -273,6 +312,7 @@ class RunAccount:
         fields = (PARTS.index(part), self.reached, began, hooks, slowed, *astuple(parts))
         self.note(step, began, hooks, slowed)
         _PHASE.pack_into(self._page, 0, _MAGIC, *fields)
+        self._presume()
 
 
 def rounded(goodput: Goodput) -> dict[str, float]:
@@ -286,9 +326,14 @@ def read_account(figures: object) -> Balance | None:
     if isinstance(said, dict) and isinstance(at := said.get("at"), int | float):
         with suppress(ConfigurationError, OverflowError):
             step, goodput = said.get("step"), Goodput.read(said)
+            known = (_possible(said.get(name)) for name in ("share", "warm_up"))
             if math.isfinite(at):
-                return Balance(float(at), step if isinstance(step, int) else 0, goodput)
+                return Balance(float(at), step if isinstance(step, int) else 0, goodput, *known)
     return None
+
+
+def _possible(seconds: object) -> float | None:
+    return seconds if isinstance(seconds, float) and 0 <= seconds < math.inf else None
 
 
 def _divided(part: str, seconds: float, hooks: float, slowed: float) -> Goodput:

@@ -273,7 +273,7 @@ class CaptureSession:
         if whole:
             return False
         if why_not is None and not all(map(attrgetter("has_room"), votes)):
-            why_not = self._make_room(link=link)
+            why_not, link = self._make_room(link=link)
         if why_not is not None:
             self.windows_skipped += 1
             self.missed_windows.add(step, why_not)
@@ -425,7 +425,7 @@ class CaptureSession:
         assert layout is not None
         if chain is not None and not link and self._tiers.base_under_way:
             with self._stalls.measure("flush"):  # TierCheck, Sec. 3.2
-                self._tiers.flush(FLUSH_TIMEOUT.total_seconds(), paced_only=True)
+                self._tiers.flush(FLUSH_TIMEOUT.total_seconds())
                 self.hear()
         generation = self._name(step + len(layout.steps) - 1)
         window = Window(generation=generation, first=step, layout=layout, ring=ring, is_settled=not self._tiers.bounded)
@@ -495,30 +495,32 @@ class CaptureSession:
             self._tiers.superseded(self._complete)
         self._complete = None
 
-    def _make_room(self, *, link: bool) -> str | None:
-        """Make room for a window; return the reason if some rank has none, else `None`. Collective.
+    def _make_room(self, *, link: bool) -> tuple[str | None, bool]:
+        """Make room for a window. Return the reason if some rank has none, else `None`, and whether it is still a difference. Collective.
 
-        All ranks hear what may go, then wait for transfers that hold slots, kind by kind, until each ring has room.
+        All ranks hear what may go, then wait for transfers that hold slots, kind by kind, until each ring has room. Where only storage is
+        late with differences, nobody waits for it: a base needs none of their slots, and all before it may go.
         """
         chained, tiers = self._chain is not None, self._tiers
         waits = [tiers.settle] if chained else []  # a base on all ranks' memory makes all the room there is
         waits += [tiers.flush] if chained or tiers.bounded or not self.memory.is_short else []
         # Once: where storage does not answer, windows are missed, and training does not wait for each of them.
-        waits += [tiers.drain] if tiers.bounded and not self.missed_windows.in_a_row else []
+        waits += [tiers.drain] if (chained or tiers.bounded) and not self.missed_windows.in_a_row else []
         for wait in (None, *waits):
             if wait is not None:
                 with self._stalls.measure("flush"):
                     if chained or not self.memory.has_room():
                         wait(FLUSH_TIMEOUT.total_seconds())
                     self.hear()
+            link = link and (tiers.base_under_way or tiers.outstanding)
             if self._exchange.all_agree(self.memory.has_room(link=link)):
-                return None
+                return None, link
         if not chained:  # with a newer generation, tiers let go of the one they hold
             tiers.make_room(self._complete)
         return (
             f"memory has no room ({self.memory.ring.usage} on this rank, read by {', '.join(tiers.busy) or 'nobody'}). If a tier "
             "hangs, look there; else give `memory_generations=3`, or take generations less often."
-        )
+        ), link
 
     def _spoil(self, reason: str, *, failed: bool = True) -> None:
         self.sealing.spoil(self.window, reason, failed=failed)

@@ -147,6 +147,8 @@ def open_run(job: SessionJob, planner: Planner, clock: HookClock, *, load: bool)
             restoring = Restoring(*follow_found(found, view, groups, exchange))
         run = _joined(job, opener, found, planner=planner, memory=memory, markers=markers, account=account)
         measured, reached = run.tiers.governor.measured, None if found is None else found.generation.step
+        # A number of steps that the user has given, and differences at every step, are promises.
+        run.tiers.governor.calm = found is None and not policy.bound and policy.chains is None
         account.begin(reached, 0 if found is None else found.first_step, measured)
         failed.pop_all()
     return run, restoring

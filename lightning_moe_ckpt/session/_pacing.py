@@ -17,8 +17,9 @@ given time. A quarter of the target belongs to tiers whatever captures cost.
 
 Steps between windows that a user has given are a *bound*, kept whatever it costs: only tiers rest, and the number that
 would meet the target is said. A tier for which training waited rests at once. Where windows leave no quiet steps, tiers
-are compared with steps of captures alone, and captures cost what hooks take. The exchange that opens a window carries
-each rank's measurements, and the largest decide.
+are compared with steps of captures alone, and captures cost what hooks take. For goodput, `slowed`, a run with a large state
+has quiet steps behind its first window, once; what could not be compared is presumed to be as much longer as what could.
+The exchange that opens a window carries each rank's measurements, and the largest decide.
 
 Source: CheckFreq (2021), Sec. 4.3; we differ in measuring tiers apart from captures, and in paying back earlier cost.
 """
@@ -33,12 +34,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from enum import IntEnum
-from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.process import Overhead
-from lightning_moe_ckpt.session._window import PacingVote
+from lightning_moe_ckpt.session._window import PPM, Costs, PacingVote
 
 log = rank_logger(__name__)
 
@@ -54,6 +54,8 @@ _WAITING_STEPS = 1000
 """Most steps that wait for quiet ones to be compared with; quiet steps older than this many steps are stale."""
 _PROBE_STEPS = 12
 """Steps for which captures and tiers rest when quiet steps are missing."""
+_CALM_STEPS = 32
+"""Steps from a run's first window to the next: the first generation goes to storage meanwhile, and quiet steps follow."""
 _DECISION_STEPS = 10
 """Least steps between two decisions."""
 _LEAST_PART = 0.25
@@ -70,7 +72,6 @@ _LARGE_NBYTES = 2**23
 """Bytes of a window from which on a run begins slowly; less makes no difference to steps."""
 _PRESUMED_SHARE = 0.25
 """Part of a tier's work by which steps are taken to be longer as long as no step beside it was compared."""
-_PPM = 1_000_000
 _FOREVER = 2**62
 """Microseconds for which a tier has been idle that was never at work."""
 
@@ -89,35 +90,6 @@ class Paced(Protocol):
     @property
     def idle(self) -> bool:
         """Whether no generation is under way."""
-
-
-class Costs(NamedTuple):
-    """Costs on one rank, or the largest of all ranks, in seconds."""
-
-    known: bool
-    """Whether there were enough quiet steps lately for comparisons."""
-    step: float
-    """Seconds per quiet step, hooks included."""
-    base: float
-    """Seconds in hooks per quiet step."""
-    window: float
-    """Seconds per window: in hooks, and by longer steps."""
-    owed: float
-    """Seconds by which checkpoints have so far cost more than the target allows."""
-    tiers: tuple[tuple[float, float], ...] = ()
-    """Per tier: seconds by which a generation makes steps longer, and seconds for which the tier is at work."""
-
-    def row(self) -> tuple[int, ...]:
-        """Return the seconds in microseconds, in the order of the fields."""
-        return tuple(round(each * _PPM) for each in (*self[1:-1], *chain.from_iterable(self.tiers)))
-
-    @classmethod
-    def largest(cls, votes: Sequence[PacingVote]) -> Costs:
-        """Return the largest costs of all ranks."""
-        columns = zip(*(vote.costs for vote in votes), strict=True)
-        step, base, window, owed, *tiers = (max(column) / _PPM for column in columns)
-        known, pairs = all(vote.is_known for vote in votes), tuple(zip(tiers[::2], tiers[1::2], strict=True))
-        return cls(known, max(step, 1 / _PPM), base, window, owed, pairs)
 
 
 def next_gap(gap: int, costs: Costs, *, period: int, share: float, most: float) -> int:
@@ -284,7 +256,11 @@ class MeasuredSteps:
         """Steps to be compared: whether captures worked, bits of the tiers at work, and seconds outside of hooks."""
         self.steps, self.seconds, self.hooks, self.window_nbytes = 0, 0.0, 0.0, 0
         self.slowed = 0.0
-        """Seconds by which steps were longer while captures and tiers worked."""
+        """Seconds by which steps were longer while captures and tiers worked; presumed by `share` where steps were not compared."""
+        self.share: float | None = None
+        """Part of these steps by which they were longer, here or, until known, in earlier starts; `None` for unknown."""
+        self._charged = self._beside = self._compared = self._longer = 0.0
+        """Seconds charged to captures and tiers; of such steps, of those compared with quiet ones, and by which the latter were longer."""
         self._marks: list[tuple[float, float]] = [(0.0, 0.0)]
         """Past states of the account: seconds of training, and seconds that checkpoints had cost."""
 
@@ -314,6 +290,7 @@ class MeasuredSteps:
         body = total - in_hooks - (validated - last[2])
         if captured or touched:
             self._waiting.append((captured, touched, body))
+            self._beside += body
         else:
             self._quiet.add(body, self.steps)
         if self._bounded and captured and not touched:
@@ -321,6 +298,8 @@ class MeasuredSteps:
         if self._waiting and len(basis := self._basis) >= _SOME_STEPS:
             while self._waiting:
                 self._compare(basis, *self._waiting.popleft())
+        unknown = self._beside - self._compared
+        self.slowed = self._charged if self.share is None else max(0.0, self._longer) + self.share * unknown
 
     @property
     def _basis(self) -> _Quiet:
@@ -334,16 +313,19 @@ class MeasuredSteps:
         If both worked, captures are charged with their mean cost without tiers, and tiers with the rest.
         """
         more, captures = basis.more(body), self.captures
+        if basis is self._quiet:
+            self._compared, self._longer = self._compared + body, self._longer + more
+            self.share = max(0.0, self._longer) / self._compared
         if captured and not touched:
             captures.longer.append(more)
         through_captures = (more if not touched else captures.longer.mean()) if captured else 0.0
         captures.seconds += through_captures
-        share, self.slowed = (more - through_captures) / max(1, touched.bit_count()), max(0.0, captures.seconds)
+        share, self._charged = (more - through_captures) / max(1, touched.bit_count()), max(0.0, captures.seconds)
         for index, tier in enumerate(self.tiers):
             if touched >> index & 1:
                 tier.longer.append(share)
                 tier.seconds += share
-            self.slowed += max(0.0, tier.seconds)
+            self._charged += max(0.0, tier.seconds)
 
     def costs(self, target: float) -> Costs:
         """Return this rank's costs; `owed` is in view of the `target`."""
@@ -361,7 +343,7 @@ class MeasuredSteps:
 
     @property
     def _cost(self) -> float:
-        return self.hooks + self.slowed
+        return self.hooks + self._charged
 
     def figures(self) -> dict[str, Any]:
         """Return the measured figures of steps for the run's log: means in seconds, noise as a part, `slowed` in all, by tier."""
@@ -435,6 +417,8 @@ class Governor:
         """Least steps from one window's start to the next; the same on all ranks."""
         self.rest_seconds = {tier.worker.name: 0.0 for tier in self.measured.tiers}
         """Seconds that each tier rests after a generation; the same on all ranks."""
+        self.calm = False
+        """Whether a run begins that needs quiet steps behind its first window; the same on all ranks."""
         self._period = 1
         self._decided = 0
         """Step of the newest decision."""
@@ -451,7 +435,7 @@ class Governor:
         for tier in self.measured.tiers:
             if tier.worker is worker:
                 since = max(tier.rested, now if tier.busy else tier.idle_since)
-        return max(0, 1 + int(min((now - since) * _PPM, _FOREVER)))
+        return max(0, 1 + int(min((now - since) * PPM, _FOREVER)))
 
     def waited(self, worker: Paced, seconds: float) -> None:
         """Note that training waited here for a tier, which rests on all ranks until the part for tiers has earned the wait."""
@@ -464,7 +448,7 @@ class Governor:
 
     def may_work(self, name: str, idle_for: int) -> bool:
         """Return whether a tier may take a generation that has been `idle_for` microseconds on every rank."""
-        return idle_for > min(self.rest_seconds.get(name, 0.0) * _PPM, _FOREVER)
+        return idle_for > min(self.rest_seconds.get(name, 0.0) * PPM, _FOREVER)
 
     def overhead(self, *, start_seconds: float, end_seconds: float) -> Overhead:
         """Return the cost of checkpoints on this rank."""
@@ -481,38 +465,38 @@ class Governor:
             advice=self.measured.advice(self._bound, self._period, self._target or 1.0) if self._decided else "",
         )
 
-    def vote(self, period_steps: int) -> PacingVote | None:
-        """Return this rank's vote, all zeros unless a decision is due; `None` without a target.
-
-        `period_steps` is the number of steps between starts of windows without a limit.
-        """
-        if self._target is None:
-            return None
+    def vote(self, period_steps: int) -> PacingVote:
+        """Return this rank's vote, without costs unless a decision is due. Without a limit windows start every `period_steps` steps."""
         self._period = period_steps
-        steps, first = self.measured.steps, self._least_steps
+        steps, first, target = self.measured.steps, self._least_steps, self._target
         # Due by steps, which all ranks count alike; ranks tell each other whether their seconds are enough.
-        self._asked = steps >= first and steps - self._decided >= min(_DECISION_STEPS, first)
+        due = steps >= first and steps - self._decided >= min(_DECISION_STEPS, first)
+        self._asked = due and target is not None
         if self._asked:
             self.measured.mark()
         is_large = int(self.measured.window_nbytes >= _LARGE_NBYTES)
-        if not self._asked or self.measured.seconds < self._least_seconds:
-            step = round(self.measured.seconds / max(1, steps) * _PPM)  # 0 before the first: not known
+        if target is None or not self._asked or self.measured.seconds < self._least_seconds:
+            step = round(self.measured.seconds / max(1, steps) * PPM)  # 0 before the first: not known
             return PacingVote(0, 0, is_large, (step, 0, 0, 0) + (0, 0) * len(self.rest_seconds))
-        costs = self.measured.costs(self._target)
+        costs = self.measured.costs(target)
         return PacingVote(1, int(costs.known), is_large, costs.row())
 
     def agreed(self, votes: Sequence[PacingVote]) -> None:
         """Take all ranks' votes, and decide if all of them are due."""
-        if self._target is None:
+        is_large, target = any(vote.is_large for vote in votes), self._target
+        if target is None or self._bound:
+            self.gap_steps = _CALM_STEPS if is_large and self.calm and self.measured.steps < _CALM_STEPS else 0
+        if target is None:
             return
-        if not self._decided and any(vote.is_large for vote in votes):  # until there is something to decide by
-            most = 0.0 if self._bound else self._at_least / Costs.largest(votes).step
-            self.gap_steps = int(min(max(self._period + _PROBE_STEPS, self._least_steps), most))
+        if not self._decided and is_large:  # until there is something to decide by
+            if not self._bound:
+                most = self._at_least / Costs.largest(votes).step
+                self.gap_steps = int(min(max(self._period + _PROBE_STEPS, self._least_steps), most))
             self.rest_seconds = dict.fromkeys(self.rest_seconds, self._at_least)
         if not self._asked or not all(vote.is_due for vote in votes):
             return
         self._decided = self.measured.steps
-        self._decide(Costs.largest(votes), self._target)
+        self._decide(Costs.largest(votes), target)
 
     def _decide(self, costs: Costs, target: float) -> None:
         allowed = max(target - costs.base / costs.step, target * _LEAST_PART)

@@ -96,7 +96,7 @@ class Tiers:
             Generations given up by a tier that takes every generation: their memory is free.
         """
         freed: set[GenerationId] = set()
-        self.governor.agreed([vote.pacing for vote in votes if vote.pacing is not None])
+        self.governor.agreed([vote.pacing for vote in votes])
         if self.stragglers is not None:
             self.stragglers.agreed([vote.own_work for vote in votes])
         for index, lane in enumerate(self._lanes):
@@ -254,11 +254,11 @@ class Tiers:
             if lane.worker not in window.workers and not window.is_chained:
                 lane.skips.skipped(window.generation, meant=bool(self.governor.rest_seconds.get(lane.worker.name)))
 
-    def flush(self, timeout: float, *, paced_only: bool = False) -> None:
-        """Wait for tiers to release memory that the next generation needs, at most `timeout` seconds per tier."""
-        for lane in self._lanes:
-            if lane.worker.paced or (lane.chain is not None and not paced_only):
-                lane.worker.drain(timeout)
+    def flush(self, timeout: float) -> None:
+        """Wait for paced tiers to release memory that the next generation needs, at most `timeout` seconds per tier."""
+        for worker in self.workers:
+            if worker.paced:
+                worker.drain(timeout)
 
     def make_room(self, newest: Window | None) -> None:
         """Give tiers the newest complete generation, and let them hurry; a tier without any lets go of what it holds. On all ranks."""

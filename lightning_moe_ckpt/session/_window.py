@@ -32,6 +32,8 @@ from lightning_moe_ckpt.tiers import SealedSegment, SegmentRing, SkipCounter, Ti
 log = rank_logger(__name__)
 
 _DTYPES = {"lossless": torch.float32, "bf16": torch.bfloat16, "compressed": torch.uint8}
+PPM = 1_000_000
+"""Microseconds of a second: votes are integers."""
 _OUTSTANDING = 32
 """Most generations per tier that votes speak of; their bits fit into one integer of the exchange."""
 
@@ -78,27 +80,54 @@ class PacingVote(NamedTuple):
     """See `Costs.row`."""
 
 
+class Costs(NamedTuple):
+    """Costs on one rank, or the largest of all ranks, in seconds."""
+
+    known: bool
+    """Whether there were enough quiet steps lately for comparisons."""
+    step: float
+    """Seconds per quiet step, hooks included."""
+    base: float
+    """Seconds in hooks per quiet step."""
+    window: float
+    """Seconds per window: in hooks, and by longer steps."""
+    owed: float
+    """Seconds by which checkpoints have so far cost more than the target allows."""
+    tiers: tuple[tuple[float, float], ...] = ()
+    """Per tier: seconds by which a generation makes steps longer, and seconds for which the tier is at work."""
+
+    def row(self) -> tuple[int, ...]:
+        """Return the seconds in microseconds, in the order of the fields."""
+        return tuple(round(each * PPM) for each in (*self[1:-1], *chain.from_iterable(self.tiers)))
+
+    @classmethod
+    def largest(cls, votes: Sequence[PacingVote]) -> Costs:
+        """Return the largest costs of all ranks."""
+        columns = zip(*(vote.costs for vote in votes), strict=True)
+        step, base, window, owed, *tiers = (max(column) / PPM for column in columns)
+        known, pairs = all(vote.is_known for vote in votes), tuple(zip(tiers[::2], tiers[1::2], strict=True))
+        return cls(known, max(step, 1 / PPM), base, window, owed, pairs)
+
+
 class TiersVote(NamedTuple):
     """One rank's vote on all tiers, before a window."""
 
     lanes: tuple[LaneVote, ...]
-    pacing: PacingVote | None
-    """`None` without a target."""
+    pacing: PacingVote
     own_work: int = 0
     """See `Stragglers.vote`."""
 
     def row(self) -> list[int]:
         """Return the vote as integers."""
-        pacing = () if self.pacing is None else (*self.pacing[:-1], *self.pacing.costs)
-        return [self.own_work, *chain.from_iterable(self.lanes), *pacing]
+        return [self.own_work, *chain.from_iterable(self.lanes), *self.pacing[:-1], *self.pacing.costs]
 
     def read(self, row: Sequence[int]) -> TiersVote:
         """Return the vote in another rank's row, which has as many integers as this vote."""
         size = len(LaneVote._fields)
         end = 1 + size * len(self.lanes)
         lanes = tuple(LaneVote(*row[at : at + size]) for at in range(1, end, size))
-        due, known, large, *costs = row[end:] or (0, 0, 0)
-        return TiersVote(lanes, None if self.pacing is None else PacingVote(due, known, large, tuple(costs)), row[0])
+        due, known, large, *costs = row[end:]
+        return TiersVote(lanes, PacingVote(due, known, large, tuple(costs)), row[0])
 
 
 def gather_votes(

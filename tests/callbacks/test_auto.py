@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from lightning_moe_ckpt.callbacks._auto import AutoCheckpoint
 from lightning_moe_ckpt.errors import ConfigurationError, StorageError
 from lightning_moe_ckpt.inspection._run_profile import profile_of
 from lightning_moe_ckpt.simulation import Profile
-from lightning_moe_ckpt.storage import RunView
+from lightning_moe_ckpt.storage import RunView, open_backend
 
 STEPS = 240
 BEHIND = 12
@@ -173,17 +174,38 @@ def test_trouble_with_storage_is_no_end_of_training(tmp_path: Path, monkeypatch:
     """The figures are looked at again 24 steps later."""
     asked: list[int] = []
 
-    def fails_once(view: RunView) -> Any:
+    def fails_once(view: RunView, *, needs: Any) -> Any:
         asked.append(1)
         if len(asked) == 1:
             raise StorageError("an outage")
-        return profile_of(view)
+        return profile_of(view, needs=needs)
 
     monkeypatch.setattr("lightning_moe_ckpt.callbacks._auto.profile_of", fails_once)
     made = auto(tmp_path / "run", mtbf="10min")
     end = trained(0, lambda: made, ranks=1)
     assert len(asked) > 1
     assert end["chosen"] is not None
+
+
+def test_markers_are_read_only_for_a_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of thousands of ranks each look would take long, and most find that the log does not know enough yet."""
+    trained(0, lambda: SparseCheckpoint(tmp_path, window=2, every_n_steps=8), ranks=1, steps=60)
+    read: list[int] = []
+    original = RunView.read_marker
+
+    def noted(view: RunView, commit: Any, rank: int) -> Any:
+        read.append(rank)
+        return original(view, commit, rank)
+
+    monkeypatch.setattr(RunView, "read_marker", noted)
+    with closing(open_backend(tmp_path)) as backend:
+        view = RunView.open(backend)
+        document, _ = profile_of(view, needs={"speeds.host_host"})
+        assert (read, document["model"]) == ([], {})
+        document, sources = profile_of(view, needs={"training.step_seconds"})
+    assert read == [0]
+    assert document["model"]["operators"]
+    assert "training.step_seconds" in sources
 
 
 def test_what_cannot_be_chosen_leaves_the_trial(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

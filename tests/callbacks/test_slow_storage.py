@@ -19,11 +19,11 @@ from door import parse_snap_key
 from lightning.pytorch import Callback, Trainer
 from torch import nn
 
-from lightning_moe_ckpt.callbacks import DenseCheckpoint
+from lightning_moe_ckpt.callbacks import DenseCheckpoint, DifferentialCheckpoint
 from lightning_moe_ckpt.storage import GenerationId, PosixBackend
 
 
-def fit(checkpoint: DenseCheckpoint, *others: Callback, steps: int, features: int = 4) -> None:
+def fit(checkpoint: DenseCheckpoint | DifferentialCheckpoint, *others: Callback, steps: int, features: int = 4) -> None:
     module = tiny.ToZero(nn.Linear(features, features))
     tiny.fit(module, tiny.rows(torch.ones(6, features)), *others, checkpoint, max_steps=steps)
 
@@ -150,6 +150,43 @@ def test_a_number_of_steps_waits_for_storage_where_memory_is_short(
         assert report.windows_skipped > 2
         assert 0.15 < report.stall_seconds["flush"] < 1.0
         assert "checkpoints are taken again" in "".join(said)
+
+
+class StandsStill(Callback):
+    """Storage takes nothing from step 5 to step 40; what memory has at each of these steps is written down."""
+
+    def __init__(self, gate: Gate, checkpoint: DifferentialCheckpoint) -> None:
+        self.gate, self.checkpoint, self.behind = gate, checkpoint, list[int]()
+
+    def on_train_batch_start(self, trainer: Trainer, *args: object) -> None:
+        step = trainer.global_step
+        if step == 5:
+            assert self.checkpoint.wait_committed(60)
+            self.gate.open.clear()
+        if 5 < step < 40:
+            self.behind.append(step - self.checkpoint.report.generations["host"])
+        if step == 40:
+            self.gate.open.set()
+            assert self.checkpoint.wait_committed(60)
+
+
+def test_training_does_not_wait_for_storage_with_its_differences(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Differences wait in memory for storage. Where their room is full, whole states follow instead: no step waits, and none is missed."""
+    gate = Gate()
+    checkpoint = DifferentialCheckpoint(
+        tmp_path, batch=4, memory_generations=3, overhead_target=None, untouched=["callback.StandsStill.*"]
+    )
+    still = StandsStill(gate, checkpoint)
+    with gate.before_every_put(monkeypatch):
+        fit(checkpoint, still, Paces(), steps=60)
+    report = checkpoint.report
+    assert report.stall_seconds.get("flush", 0.0) < 0.5
+    assert (report.windows_skipped, report.generations_complete) == (0, 59)
+    assert max(still.behind) <= 4, still.behind
+    assert report.generations["storage"] == 60
+    assert any(40 < step < 60 for step in gate.taken), "storage goes on once it answers"
 
 
 class Paces(Callback):

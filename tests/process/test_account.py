@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_moe_ckpt.goodput import PARTS, Goodput
-from lightning_moe_ckpt.process import ACCOUNT_NBYTES, Balance, HookClock, Origin, RunAccount, read_account
+from lightning_moe_ckpt.process import ACCOUNT_NBYTES, Balance, HookClock, Origin, RunAccount, read_account, rounded
 from lightning_moe_ckpt.process._account import gap
 
 LAST = 1000.0
@@ -57,6 +57,7 @@ class Beside:
     """Measures steps that are slower by so much."""
 
     slowed = 0.0
+    share: float | None = None
 
 
 class Clocks:
@@ -135,6 +136,45 @@ def test_what_first_steps_take_longer_belongs_to_the_start(clocks: Clocks) -> No
     clocks.step(account, 16, 100.0)
     assert account.balance().goodput.startup == found.startup
     assert account.signed().goodput.startup == found.startup
+
+
+def test_a_later_start_presumes_what_an_earlier_one_has_measured(clocks: Clocks) -> None:
+    """Its first steps are as much longer, and its steps beside background work, until it has measured that itself; both outlive two kills."""
+    page, first = memoryview(bytearray(ACCOUNT_NBYTES)), clocks.account(birth=1000.0)
+    first.begin(None, 0, clocks.beside)
+    first.move(page)
+    first.passed(0)
+    for step in range(1, 17):
+        clocks.step(first, step, 3.0 if step <= 5 else 1.0)
+    clocks.beside.share = 0.25
+    for step in range(17, 80):
+        clocks.step(first, step)
+    left, warm_up = Balance.read(bytes(page)), 5 * 2 * 0.85
+    assert left is not None
+    assert (left.share, left.warm_up) == (0.25, pytest.approx(warm_up))
+    assert read_account({"goodput": first.document()}) == Balance(
+        clocks.now, 79, Goodput(**rounded(left.goodput)), left.share, left.warm_up
+    )
+    for start in (80, 90):
+        clocks.beside.slowed, clocks.beside.share = 0.0, None
+        again = clocks.account(Balance.of(left.plain()))
+        again.begin(start, start, clocks.beside)
+        assert clocks.beside.share == 0.25
+        again.move(page)
+        again.passed(start)
+        before = again.balance().goodput
+        for step in range(start + 1, start + 7):
+            clocks.step(again, step, 2.0)
+        killed = Balance.read(bytes(page))
+        assert killed is not None
+        assert killed.goodput.startup - before.startup == pytest.approx(warm_up)
+        assert killed.goodput.productive - before.productive == pytest.approx(6 * 2 * 0.85 - warm_up)
+        assert (killed.share, killed.warm_up) == (left.share, left.warm_up)
+        left = killed
+    for step in range(97, 110):  # these steps say that first ones were not longer
+        clocks.step(again, step, 2.0)
+    assert again.warm_up == pytest.approx(0.0, abs=1e-6)
+    assert again.balance().goodput.startup == pytest.approx(before.startup)
 
 
 def test_a_page_that_says_nothing_is_passed_over(clocks: Clocks) -> None:

@@ -100,7 +100,7 @@ def train(ranks: Sequence[Rank], steps: int, *, window: int = 4, taken: int | No
         if step - last >= max(window, ranks[0].governor.gap_steps):
             last = step
             idle = [[rank.governor.idle_for(tier) for tier in rank.tiers] for rank in ranks]
-            votes = [vote for rank in ranks if (vote := rank.governor.vote(window)) is not None]
+            votes = [rank.governor.vote(window) for rank in ranks]
             for rank in ranks:
                 rank.governor.agreed(votes)
                 rank.governor.measured.captures.opened()
@@ -127,6 +127,28 @@ def test_captures_that_cost_too_much_are_further_apart() -> None:
     assert free.governor.gap_steps == 0
     assert train([rank], 3000)[0] < 0.035
     assert 20 <= rank.governor.gap_steps <= 60
+
+
+@pytest.mark.parametrize("bound", ["", "window=4"])
+def test_a_run_without_gaps_has_quiet_steps_once(bound: str) -> None:
+    """Behind its first window. They say by how much captured steps are longer, also of those that come long after, and when all are longer."""
+    late = Rank(target=None, bound=bound, copies=0.01)
+    begins, later = Rank(target=None, bound=bound, copies=0.01), Rank(target=None, bound=bound, copies=0.01)
+    begins.governor.calm = True
+    for rank in (begins, late, later):
+        rank.governor.measured.window_nbytes = 2**30
+    train([begins], 60)
+    assert 24 <= sum(cost < 0.005 for cost in begins.costs) <= 32
+    assert begins.governor.gap_steps == 0
+    assert train([begins], 2500)[0] > 0.15, "no more of them"
+    train([late], 2500)
+    assert late.governor.measured.share is None
+    assert late.governor.measured.slowed < 0.1, "nothing to compare with"
+    later.governor.measured.share = begins.governor.measured.share
+    train([later], 2500)
+    for rank in (begins, later):
+        slowed = rank.cost - rank.in_hooks
+        assert rank.governor.measured.slowed == pytest.approx(slowed, rel=0.15)
 
 
 @pytest.mark.parametrize(("busy", "slowdown"), [(20, 0.4), (3, 0.8), (200, 0.15)])
