@@ -218,7 +218,11 @@ class CapacityBoost(Callback):
             each.took(*sums)
             each.watch(use)
             if each.debts.any and self._step - each.since >= self.within_steps:
-                self._expire(each)
+                log.warning(
+                    "%s: %d of %d lost tokens were not made up for within %d steps, and are given up: their experts overflow too little",
+                    *(each.layer.prefix, sum(each.debts.open), sum(each.debts.lost), self.within_steps),
+                )
+                each.debts = each.debts.expire()
             if not each.debts.any:
                 self._end(each, pl_module)
         self._aim()
@@ -278,13 +282,6 @@ class CapacityBoost(Callback):
             100 * self.boost,
             what,
         )
-
-    def _expire(self, each: _Boost) -> None:
-        log.warning(
-            "%s: %d of %d lost tokens were not made up for within %d steps, and are given up: their experts overflow too little",
-            *(each.layer.prefix, sum(each.debts.open), sum(each.debts.lost), self.within_steps),
-        )
-        each.debts = each.debts.expire()
 
     def _end(self, each: _Boost, module: nn.Module) -> None:
         """Put the layer back once no debt is open."""

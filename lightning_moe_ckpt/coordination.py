@@ -215,7 +215,9 @@ class Exchange:
     ) -> Callable[[], None]:
         """Begin to send bytes to ranks and to receive bytes from them; not collective, see `recovery.Transport`."""
         incoming = [(torch.frombuffer(view, dtype=torch.uint8), source) for source, view in receives]
-        outgoing = [(torch.frombuffer(_writable(view), dtype=torch.uint8), to) for to, view in sends]
+        outgoing = [
+            (torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8), to) for to, view in sends
+        ]
         under_way = [(_begin(dist.irecv, tensor, source, self._group), tensor) for tensor, source in incoming]
         under_way += [(_begin(dist.isend, tensor, to, self._group), tensor) for tensor, to in outgoing]
 
@@ -324,11 +326,6 @@ def _decoded(payload: bytes) -> Any:
             f"a rank has a value of more than {_MAX_VALUE_NBYTES} bytes. Start all ranks with one release."
         )
     return decode(payload)
-
-
-def _writable(view: memoryview) -> memoryview | bytearray:
-    """Return bytes that torch wraps without a warning: a copy if `view` is read-only."""
-    return bytearray(view) if view.readonly else view
 
 
 @dataclass(frozen=True, slots=True)

@@ -198,14 +198,9 @@ class Variant:
             return f"zero1-{replace(self, shard_optimizer=False).name}"
         return f"{self.system}{self.every or ''}{'-memory' if self.memory_only and self.system not in PEERS else ''}"
 
-    @property
-    def captures_always(self) -> bool:
-        """Whether every step takes something."""
-        return self.every < 2 or self.system in ("sparse", "monitored", "differential")
-
     def skips(self, step: int) -> bool:
         """Return whether nothing is taken at this boundary."""
-        return not self.captures_always and step % self.every > 0
+        return not (self.every < 2 or self.system in ("sparse", "monitored", "differential")) and step % self.every > 0
 
 
 _POLICIES = [

@@ -336,16 +336,12 @@ def _sparse(
         elif library.part == "cuda":
             _select_cuda(library, piece, how, out)
         else:
-            _select_cpu(library, piece, how, out, threads)
+            threshold, (samples, rank) = c.c_uint32(), sample_rank(piece.numel(), how)
+            source = (piece.data_ptr(), DTYPE_CODES[piece.dtype], piece.numel())
+            library.moe_sample_threshold(*source, samples, rank, threshold)
+            library.moe_select(*source, threshold, *_room(out), threads)
         parts.append(out)
     return SparseGradient(tuple(parts), gradient.shape)
-
-
-def _select_cpu(library: Library, piece: Tensor, how: GradientCompression, out: SparsePart, threads: int) -> None:
-    threshold, (samples, rank) = c.c_uint32(), sample_rank(piece.numel(), how)
-    source = (piece.data_ptr(), DTYPE_CODES[piece.dtype], piece.numel())
-    library.moe_sample_threshold(*source, samples, rank, threshold)
-    library.moe_select(*source, threshold, *_room(out), threads)
 
 
 def _select_cuda(library: Library, piece: Tensor, how: GradientCompression, out: SparsePart) -> None:

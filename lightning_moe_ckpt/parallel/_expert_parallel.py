@@ -91,10 +91,6 @@ def tutel_refusal(layer: Any) -> str | None:
             f"cuts each expert over {layer.sharded_count} ranks: none has a whole one. "
             "Have at least as many experts as ranks (`num_experts_per_device` of 1 or more)."
         )
-    return _gate_refusal(layer)
-
-
-def _gate_refusal(layer: Any) -> str | None:
     if layer.batch_prioritized_routing and any(gate.capacity_factor <= 0 for gate in layer.gates):
         return (
             "has `batch_prioritized_routing` and a capacity factor that is not above zero: it derives its capacity "

@@ -255,7 +255,9 @@ class StageMetrics:
             return compute()
         groups, upstream = current_groups(), self._upstream
         exchange = Exchange(groups, "pipeline_control")
-        is_updated = not Exchange(groups, "stage_control").all_agree(not _is_updated(metric))
+        is_updated = not Exchange(groups, "stage_control").all_agree(
+            not any(module.update_called for module in metric.modules() if isinstance(module, Metric))
+        )
         flags: list[list[int]] = upstream.answer("metric", lambda: exchange.gather([int(is_updated)]))
         updated = [stage for stage, [flag] in enumerate(flags) if flag]
         owner = max(updated, default=groups.num_stages - 1)
@@ -307,11 +309,6 @@ class StageMetrics:
         if of_batch is not None:
             metric._forward_cache = of_batch.to(metric.device)  # type: ignore[assignment]  # noqa: SLF001
         return metric
-
-
-def _is_updated(metric: Metric) -> bool:
-    """Return whether a metric, or a metric inside it, has counted an update; some composed metrics count none."""
-    return any(module.update_called for module in metric.modules() if isinstance(module, Metric))
 
 
 def _own(metric: Metric) -> Callable[..., Any] | None:

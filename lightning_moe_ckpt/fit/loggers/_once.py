@@ -225,13 +225,6 @@ class MLFlowLog(RemoteLog):
         return re.sub("[^a-zA-Z0-9_/. -]+", "", super().name_of(key))  # as the logger itself
 
 
-def remote_log(logger: Logger, *, owner: bool) -> RemoteLog | None:
-    """Return a logger's log with a service; `None` for any other logger."""
-    if isinstance(logger, WandbLogger):
-        return WandbLog(logger, owner=owner)
-    return MLFlowLog(logger, owner=owner) if isinstance(logger, MLFlowLogger) else None
-
-
 KEPT = "metrics.kept.csv"
 """Second name (hard link) of a `metrics.csv`; it stays when a starting `CSVLogger` deletes the first name."""
 
@@ -277,7 +270,9 @@ class LogFolders:
 def _log_of(logger: Logger, *, owner: bool) -> LoggedOnce | None:
     if isinstance(logger, CSVLogger | TensorBoardLogger):
         return _FolderLog(logger, owner=owner)
-    return remote_log(logger, owner=owner)
+    if isinstance(logger, WandbLogger):
+        return WandbLog(logger, owner=owner)
+    return MLFlowLog(logger, owner=owner) if isinstance(logger, MLFlowLogger) else None
 
 
 class _FolderLog(LoggedOnce):
@@ -372,21 +367,17 @@ def _go_on_csv(logger: CSVLogger, folder: Path) -> LineCounts:
     writer._rewrite_with_new_header = lambda names: _rewrite(folder, names)
     if not kept.is_file():
         return Counter()
-    _cut_torn_row(kept)
+    content = kept.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if whole != content:
+        temporary = kept.with_suffix(".tmp")
+        temporary.write_bytes(whole)
+        temporary.replace(kept)
     kept.replace(path)
     _keep(folder)
     names, rows = _read(path)
     writer.metrics_keys = names
     return Counter((int(row["step"]), name) for row in rows for name in names if name != "step" and row[name])
-
-
-def _cut_torn_row(path: Path) -> None:
-    content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if whole != content:
-        temporary = path.with_suffix(".tmp")
-        temporary.write_bytes(whole)
-        temporary.replace(path)
 
 
 def _rewrite(folder: Path, names: list[str]) -> None:

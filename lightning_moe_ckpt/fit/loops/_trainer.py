@@ -216,7 +216,9 @@ class LoopProgress:
     def take(self) -> Written:
         """Return the progress."""
         if not self._parts or not all(map(is_, [values[name] for values, name in self._links], self._parts)):
-            self._outline()
+            self._parts, self._links, self._numbers, self._loops = [], [], [], []
+            entries = [*self._of_loop(self._trainer.fit_loop, ""), self._entry(self._rest, "settings", "settings")]
+            self._text = f'["d",{",".join(entries)}]'
         for name, loop in self._loops:
             own = loop.on_save_checkpoint()
             # Loaders are repositioned by fetching, see `skip_batches`; their own state is exact only in special cases.
@@ -236,11 +238,6 @@ class LoopProgress:
             each if type(each) is int else each.text if type(each) is Written else written(each).text for each in found
         ]
         return Written(self._text % tuple(texts))
-
-    def _outline(self) -> None:
-        self._parts, self._links, self._numbers, self._loops = [], [], [], []
-        entries = [*self._of_loop(self._trainer.fit_loop, ""), self._entry(self._rest, "settings", "settings")]
-        self._text = f'["d",{",".join(entries)}]'
 
     def _link(self, values: dict[str, Any], name: str) -> None:
         self._parts.append(values[name])
