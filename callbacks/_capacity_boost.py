@@ -191,8 +191,7 @@ class CapacityBoost(Callback):
         self._boosts = {}
         unlimited = []
         for layer, lost_E in zip(found.layers, _lost_by_layer(accounting, found), strict=True):
-            view = layer.live_capacity
-            if view is not None and view.limited(pl_module):
+            if (view := layer.live_capacity) is not None and view.limited(pl_module):
                 self._boosts[layer.fqn] = self._resume(layer, view, lost_E)
             elif self.dropless and (find_router(layer, pl_module) or find_bias(layer)) is not None:
                 self._boosts[layer.fqn] = self._resume(layer, None, lost_E)
@@ -210,8 +209,7 @@ class CapacityBoost(Callback):
         if trainer.global_step == self._step:
             return  # gradients are still accumulating
         self._step = trainer.global_step
-        active = [boost for boost in self._boosts.values() if boost.meter is not None]
-        if not active:
+        if not (active := [boost for boost in self._boosts.values() if boost.meter is not None]):
             return
         measured = _over_ranks([each.meter.take() for each in active if each.meter], trainer)
         for each, (sums, use) in zip(active, measured, strict=True):

@@ -167,8 +167,7 @@ def _share_of_time(owner: object, name: str, value: object) -> object:
 
 
 def _positive_duration(owner: object, name: str, value: object) -> timedelta:
-    longest = duration(owner, name, value)
-    if longest <= timedelta(0):
+    if (longest := duration(owner, name, value)) <= timedelta(0):
         raise ConfigurationError(f"`{_name(owner)}({name}={longest})` must be positive.")
     return longest
 

@@ -310,8 +310,7 @@ def _run(command: tuple[str, ...], **arguments: Any) -> int:
     commands = importlib.import_module("lightning_moe_ckpt.launch.run_command")
     torchrun: list[str] = []
     for option in _TORCHRUN:
-        value = arguments.pop(str(option.name))
-        if value is True:
+        if (value := arguments.pop(str(option.name))) is True:
             torchrun.append(option.opts[-1])
         elif value not in (None, False):
             torchrun += [option.opts[-1], value]
@@ -350,7 +349,6 @@ RUN = click.Command(
 def remedy(error: ModuleNotFoundError) -> str | None:
     """Return the remedy for a failed import, a sentence with the extra to install; `None` if no extra brings the module."""
     package = (error.name or "").partition(".")[0]
-    extra = _EXTRA_OF.get(package)
-    if extra is None:
+    if (extra := _EXTRA_OF.get(package)) is None:
         return None
     return f"This needs {package}, which is not installed: python -m pip install {package}, or the extra `{extra}` of this package."

@@ -488,8 +488,7 @@ def agreed_versions(exchange: Exchange) -> dict[str, str]:
 
 def warn_of_other_versions(policy: Mapping[str, object], generation: object, now: Mapping[str, str]) -> None:
     """Warn that a restart may not be exact, if a generation with this `policy` was written by other releases than `now`."""
-    stored = policy.get(VERSIONS)
-    if stored == now:
+    if (stored := policy.get(VERSIONS)) == now:
         return
     log.warning(
         "%s was written with %s, and this job runs %s: its state is restored as it was, but that the steps after it "

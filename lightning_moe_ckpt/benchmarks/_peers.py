@@ -134,8 +134,7 @@ def _write(rows: Mapping[str, _Row], machine: Machine, options: SimpleNamespace)
 def _enter_environments(rows: Mapping[str, _Row], place: Path, stack: ExitStack, progress: Progress) -> None:
     """Start each environment's process for the rows; a row without process says why."""
     for index, name in enumerate(["", *REQUIREMENTS]):
-        own = [row for row in rows.values() if SYSTEMS[row.name].environment == name]
-        if not own:
+        if not (own := [row for row in rows.values() if SYSTEMS[row.name].environment == name]):
             continue
         progress(f"environment of {', '.join(row.name for row in own)}", index, 1 + len(REQUIREMENTS))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moe-ckpt-peers-")))
@@ -252,8 +251,7 @@ def _behind(figure: PeerFigure, others: Sequence[PeerFigure]) -> tuple[str, ...]
     said = []
     for column, worth in _WORTH.items():
         known = {value: each for each in others if (value := worth(each)) is not None}
-        own = worth(figure)
-        if own is not None and known and own > (best := min(known)):
+        if (own := worth(figure)) is not None and known and own > (best := min(known)):
             said.append(f"{column} ({known[best].label})")
     if (added := figure.added) is not None:
         slower = [each for each in others if each.added is not None and each.added.high < added.low]

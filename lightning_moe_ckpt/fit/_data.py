@@ -397,8 +397,7 @@ class BatchLog:
         return batch
 
     def _logged(self, batch: Any) -> Any:
-        logged = self._original()
-        if logged is not None:
+        if (logged := self._original()) is not None:
             entry = logged[len(self._step)]
             batch = copied(entry["batch"])
             restore_rng(entry["random"])
@@ -410,8 +409,7 @@ class BatchLog:
     def _require_storable(self, batch: Any) -> None:
         if self._accepted:
             return  # a later batch of another type makes its window useless, which is reported then
-        reasons = refusals(batch)
-        if reasons:
+        if reasons := refusals(batch):
             raise ConfigurationError(
                 f"`batches='log'`: a batch cannot be stored exactly: {'; '.join(reasons[:3])}. Let the loader give tensors, "
                 "numbers and strings in lists, tuples and dicts, or use batches='reposition'."

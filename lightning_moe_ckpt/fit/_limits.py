@@ -100,8 +100,7 @@ def may_leave_out(trainer: Trainer, module: LightningModule, skip: tuple[type[Ca
 
 
 def _of_replay(module: LightningModule) -> Iterator[str]:
-    averaged = [name for name, each in module.named_modules() if isinstance(each, AveragedModel)]
-    if averaged:
+    if averaged := [name for name, each in module.named_modules() if isinstance(each, AveragedModel)]:
         yield (
             f"the module keeps averages of weights in {averaged}: while others are frozen in replay, they are updated "
             "from outdated weights. Keep them in a `WeightAveraging` callback, or use DenseCheckpoint"

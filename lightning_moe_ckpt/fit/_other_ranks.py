@@ -170,8 +170,7 @@ def placed(trainer: Trainer, start: Journal, *, logged: bool) -> Journal:
     """
     was, now, done = start.get("spread") or [_UNSAID], spread_of(trainer), start["batches_done"]
     inside = done and not (logged or start["between_epochs"])
-    own = next((each["own"] for each in (*was, *now) if "own" in each), "")
-    if own or not now:
+    if (own := next((each["own"] for each in (*was, *now) if "own" in each), "")) or not now:
         _require(not inside or start[OTHER_RANKS] == stage_size(trainer), own, start)
         return start
     before, after = start["loops"]["settings"]["accumulate_grad_batches"], trainer.accumulate_grad_batches

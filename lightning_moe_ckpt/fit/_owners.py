@@ -119,8 +119,7 @@ class MovedAttributes:
 
         Loaders that Lightning is about to replace are left out.
         """
-        taken = self._values.take(of)
-        if taken and loads_again(self._trainer):
+        if (taken := self._values.take(of)) and loads_again(self._trainer):
             return {name: text for name, text in taken.items() if not name.startswith("loader")}
         return taken
 
@@ -162,8 +161,7 @@ class MovedAttributes:
         for name, part in self._module.named_modules():
             if name and not type(part).__module__.startswith("lightning_moe_ckpt."):
                 yield f"module.{name}", part
-        datamodule = datamodule_of(self._trainer)
-        if datamodule is not None:
+        if (datamodule := datamodule_of(self._trainer)) is not None:
             yield "datamodule", datamodule
         for name, callback in user_callbacks(self._trainer, self._skip):
             if not is_library(type(callback)):
@@ -246,8 +244,7 @@ class HeldGenerators:
     def _roots(self) -> Iterator[tuple[str, object]]:
         for fqn, module in self._module.named_modules():
             yield f"module.{fqn}" if fqn else "module", module
-        datamodule = datamodule_of(self._trainer)
-        if datamodule is not None:
+        if (datamodule := datamodule_of(self._trainer)) is not None:
             yield "datamodule", datamodule
         yield from user_callbacks(self._trainer, self._skip)
         yield from loader_objects(self._trainer)

@@ -107,8 +107,7 @@ class Extras:
 
     def _storable(self, name: str, state: object) -> bool:
         if name not in self._accepted and name not in self._refused:
-            reasons = refusals(state)
-            if reasons:
+            if reasons := refusals(state):
                 self._refuse(name, "; ".join(reasons[:3]))
             else:
                 self._accepted.add(name)  # checked once: a later change of type fails a window and is reported then
@@ -126,8 +125,7 @@ def require_storable(states: Mapping[str, object]) -> None:
     stored; the message names them.
     """
     for name, state in states.items():
-        reasons = refusals(state)
-        if reasons:
+        if reasons := refusals(state):
             raise ConfigurationError(
                 f"The state of {name} cannot be stored exactly: {'; '.join(reasons[:3])}. "
                 "Give it a `state_dict` of plain values and tensors."

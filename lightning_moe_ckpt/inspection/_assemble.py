@@ -123,8 +123,7 @@ class Assembler:
         The whole operator, weights and optimizer state, comes from one generation, so parts read before are read anew.
         """
         operator, self._lost = self._lost, ""
-        bad = self._sources.get(operator)
-        if bad is None:
+        if (bad := self._sources.get(operator)) is None:
             return False
         for index in self._indexes:
             index.exclude(operator, bad)
@@ -185,8 +184,7 @@ class Assembler:
                     _add(found, name, each)
                 else:
                     absent.add(name)
-        partly = sorted(absent & found.keys())
-        if partly:
+        if partly := sorted(absent & found.keys()):
             self.notes.append(f"no optimizer state yet in parts of {_few(partly)}: zeros there")
         if absent - found.keys():
             self.notes.append(f"no optimizer state yet: {_few(sorted(absent - found.keys()))} left out")
@@ -217,8 +215,7 @@ class Assembler:
 
     def _whole(self, name: str, tensor: StoredTensor, *, partly: bool = False) -> Tensor:
         numel, records = math.prod(tensor.shape), _distinct(tensor.records)
-        held = sum(each.record.numel for each in records)
-        if held < numel and not partly:
+        if (held := sum(each.record.numel for each in records)) < numel and not partly:
             raise ConfigurationError(
                 f"`{name}`: nobody wrote elements of it, {held} of {numel} are stored. Verify the generation."
             )
@@ -279,8 +276,7 @@ class Assembler:
                 raise Corrupt(assembly.lost)
 
     def _read(self, request: Request, out: memoryview) -> None:
-        segment_U8 = self._folded.get(request.entry.key)
-        if segment_U8 is None:
+        if (segment_U8 := self._folded.get(request.entry.key)) is None:
             self._backend.get_range(request.entry.key, request.offset, out)
         else:
             out[:] = memoryview(segment_U8.numpy())[request.offset : request.offset + out.nbytes]  # type: ignore[arg-type]

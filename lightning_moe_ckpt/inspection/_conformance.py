@@ -209,8 +209,7 @@ def _pages(place: _Place) -> Tried:
     names = [f"pages/{number:05d}" for number in range(_PAGE)]
     with ThreadPoolExecutor(_RACERS) as pool:
         list(pool.map(lambda name: place.backend.put(place.key(name), b"x"), names))
-    listed = place.listed("pages/")
-    if listed != names:
+    if (listed := place.listed("pages/")) != names:
         return "broken", f"of {_PAGE} keys a listing shows {len(set(listed))}, {len(listed)} lines"
     return "good", f"{_PAGE} keys are listed whole and in order"
 

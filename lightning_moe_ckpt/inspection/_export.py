@@ -481,8 +481,7 @@ class LightningCheckpoint:
 
     def _plain(self, owner: str, values: Mapping[Any, Any]) -> dict[Any, Any]:
         """Return the values that `torch.load(weights_only=True)` accepts."""
-        unsafe = [key for key, value in values.items() if not _is_plain(value)]
-        if unsafe:
+        if unsafe := [key for key, value in values.items() if not _is_plain(value)]:
             named = ", ".join(map(str, unsafe))
             self.notes.append(f"{named} of {owner} left out: torch.load(weights_only=True) refuses its type")
         return {key: value for key, value in values.items() if key not in unsafe}

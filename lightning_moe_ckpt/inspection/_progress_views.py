@@ -301,8 +301,7 @@ def figures(found: RunProgress) -> dict[str, str]:
         )
     if found.goodput is not None and found.goodput.wall:
         said["goodput"] = f"{found.goodput.share:.1%} of {time_text(found.goodput.wall)}{_losses(found.goodput)}"
-    starts = len(found.incarnations)
-    if starts:
+    if starts := len(found.incarnations):
         lost = "1 step was" if found.lost_steps == 1 else f"{found.lost_steps} steps were"
         again = f", {lost} taken again" if found.lost_steps else ""
         said["starts"] = f"{starts}{again}"

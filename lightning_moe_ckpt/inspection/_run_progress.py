@@ -297,7 +297,6 @@ def by_rank(places: Sequence[NewestStep]) -> dict[int, dict[str, NewestStep]]:
     """Return places by rank, then by tier; the newest of several in a tier."""
     found: dict[int, dict[str, NewestStep]] = defaultdict(dict)
     for place in places:
-        known = found[place.rank].get(place.tier)
-        if known is None or known.step < place.step:
+        if (known := found[place.rank].get(place.tier)) is None or known.step < place.step:
             found[place.rank][place.tier] = place
     return dict(sorted(found.items()))

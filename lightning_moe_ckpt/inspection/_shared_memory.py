@@ -114,8 +114,7 @@ def leftovers(directory: Path, pattern: str = "*") -> list[Leftover]:
 
 def _look(name: str, paths: Sequence[Path], holders: _Holders) -> Leftover | None:
     everything = [path for each in paths for path in (each, *(each.rglob("*") if each.is_dir() else ()))]
-    statuses = [status for path in everything if (status := _status(path)) is not None]
-    if not statuses:
+    if not (statuses := [status for path in everything if (status := _status(path)) is not None]):
         return None  # removed meanwhile
     match = _NAME.fullmatch(name)
     memory = paths[0].with_name(name)

@@ -44,8 +44,7 @@ def choose_model(module: ModuleEntry, prefix: str | None) -> HuggingFaceEntry:
     """Return the Hugging Face model in a trained module; `prefix` names it there, and is needed if there are several. Raises
     `ConfigurationError` if there is no model, or `prefix` does not choose one.
     """
-    models = {each.prefix: each for each in module.hugging_face}
-    if not models:
+    if not (models := {each.prefix: each for each in module.hugging_face}):
         raise ConfigurationError(
             f"`{module.class_name}` holds no Hugging Face model, so it cannot become a folder for `from_pretrained`. "
             "Give an OUT that ends in .safetensors or .ckpt."

@@ -135,8 +135,7 @@ class _Reading:
         """Read the generation's markers and its own files."""
         if self.stored.damage is not None:
             self.reasons.append(self.stored.damage)
-        commit = self.stored.commit
-        if commit is None:
+        if (commit := self.stored.commit) is None:
             return
         for rank in range(commit.world_size):
             try:
@@ -170,8 +169,7 @@ class _Reading:
                     good = all(files.has_good(each) for each in index.operator(name, source).values())
                     copies[name][source] = copies[name].get(source, True) and good
         numbers = {name: sum(found.values()) for name, found in copies.items()}
-        lost = sorted(name for name, number in numbers.items() if number == 0)
-        if lost:
+        if lost := sorted(name for name, number in numbers.items() if number == 0):
             self.reasons.append(f"no good copy is left of {len(lost)} operators, first {lost[0]}")
         return sum(number == 1 for number in numbers.values())
 

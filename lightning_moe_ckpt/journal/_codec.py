@@ -172,14 +172,11 @@ class _Encoder:
 
     def node(self, value: Any) -> str:
         kind = type(value)
-        tag = _TAGS.get(kind)
-        if tag is not None:
+        if (tag := _TAGS.get(kind)) is not None:
             return self.container(tag, value)
-        leaf = LEAF_WRITERS.get(kind)
-        if leaf is not None:
+        if (leaf := LEAF_WRITERS.get(kind)) is not None:
             return leaf(value)
-        writer = _WRITERS.get(kind)
-        if writer is not None:
+        if (writer := _WRITERS.get(kind)) is not None:
             return writer(self, value)
         if isinstance(value, np.generic):
             if not is_plain(value.dtype) or value.dtype.type is not type(value):
@@ -200,8 +197,7 @@ class _Encoder:
             texts, value = sorted([self.key(item) for item in value]), ()
         for key, item in value.items() if keyed else enumerate(value):
             name = "" if not keyed else _quoted(key) if type(key) is str and key.isascii() else self.key(key)
-            kind = type(item)
-            if kind is str and item.isascii():
+            if (kind := type(item)) is str and item.isascii():
                 text = _quoted(item)
             elif kind is int and LEAST_INT <= item <= MOST_INT:
                 text = str(item)
@@ -211,8 +207,7 @@ class _Encoder:
                 text = _WORDS[item]
             else:
                 self._place.append(("[{!r:.80}]" if keyed else "[{}]", key))  # turned into text only for a refusal
-                inner = _TAGS.get(kind)
-                if inner is None:
+                if (inner := _TAGS.get(kind)) is None:
                     text = self.node(item)
                 else:  # half of a journal's are empty
                     text = self.container(inner, item) if item or inner == "x" else f'["{inner}"]'
@@ -240,8 +235,7 @@ class _Encoder:
 
     def array(self, content: memoryview | bytes) -> str:
         """Store bytes and return the end of their node."""
-        nbytes = len(content)
-        if nbytes >= _SHARED_NBYTES:
+        if (nbytes := len(content)) >= _SHARED_NBYTES:
             position = self._stored.setdefault(bytes(content), len(self._arrays))
             if position < len(self._arrays) and nbytes <= self._allowance:
                 self._allowance -= nbytes
@@ -251,8 +245,7 @@ class _Encoder:
         return "]"
 
     def tensor(self, value: Tensor) -> str:
-        reason = tensor_refusal(value)
-        if reason is not None:
+        if (reason := tensor_refusal(value)) is not None:
             return self.refuse(reason)
         device = str(value.device) if self._devices is None else next(self._devices)
         head = _head_of_tensor(value.dtype, value.shape, device)

@@ -127,8 +127,7 @@ def measure_bandwidth(nbytes: int, device: torch.device | None = None) -> float:
 
 
 def _compiled_cuda_engine(device: torch.device) -> CopyEngine | None:
-    library = cuda_for("copies", device)
-    if library is None:
+    if (library := cuda_for("copies", device)) is None:
         part = status("cuda")
         if part.library is None and "MOE_CKPT_NATIVE=0" not in part.reason:
             _warn_once(f"torch copies snapshots of {device}, which is slower: the compiled CUDA part {part.reason}")
@@ -173,8 +172,7 @@ _stuck: list[Any] = []
 
 def cuda_for(use: Use, device: torch.device) -> Library | None:
     """Return the CUDA part if it is there and passes its check on `device`; `None` means that the twins are used."""
-    library = _library.cuda()
-    if library is None:
+    if (library := _library.cuda()) is None:
         return None
     on = TorchDevice(device)
     if (on.index, use) not in _verdicts and on.is_capturing():

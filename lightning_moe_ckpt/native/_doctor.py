@@ -74,8 +74,7 @@ def _parts() -> list[Finding]:
 
 def _devices() -> list[Finding]:
     """Return a finding per device on the CUDA part; none if the part is not in use."""
-    library = cuda()
-    if library is None:
+    if (library := cuda()) is None:
         return []
     return [_device(library, torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
 
@@ -96,8 +95,7 @@ def _device(library: Library, device: torch.device) -> Finding:
 
 
 def _compiler() -> Finding:
-    path = shutil.which(os.environ.get("CXX", "g++"))
-    if path is None:
+    if (path := shutil.which(os.environ.get("CXX", "g++"))) is None:
         return Finding(
             name="C++ compiler", state="absent", found="no g++, and CXX names none", advice="needed to build"
         )
@@ -112,8 +110,7 @@ def _cuda_compiler() -> Finding:
     of_pip = find_spec("nvidia")
     folders = of_pip.submodule_search_locations or [] if of_pip is not None else []
     found += [str(path) for folder in folders for path in Path(folder).glob("cu*/bin/nvcc")]
-    path = next((path for path in found if path), None)
-    if path is None:
+    if (path := next((path for path in found if path), None)) is None:
         return Finding(name="CUDA compiler", state="absent", found="no nvcc", advice="needed to build the CUDA part")
     return Finding(name="CUDA compiler", state="good", found=path)
 
@@ -124,8 +121,7 @@ def _first_line(command: list[str]) -> str:
 
 
 def _driver() -> Finding:
-    devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    if devices:
+    if devices := [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]:
         return Finding(name="CUDA devices", state="good", found=", ".join(devices))
     if _DRIVER.exists():
         return Finding(

@@ -87,8 +87,7 @@ def closed(state: State, wrapped: Mapping[str, list[Any]], classes: Mapping[str,
     keys = {f"{key}:{name}": key for key, (_, names, *_) in wrapped.items() for name in names}
     made: dict[str, Any] = {}
     for inner, value in state.items():
-        key = keys.get(inner)
-        if key is None:
+        if (key := keys.get(inner)) is None:
             made[inner] = value
         elif key not in made:
             name, names, *_ = wrapped[key]

@@ -180,8 +180,7 @@ class CountProbe:
         failures, start = [], 0
         for probe in self._layers:
             stop = start + probe.width
-            reason = probe.judge(seen[start:stop], totals[start:stop])
-            if reason is not None:
+            if (reason := probe.judge(seen[start:stop], totals[start:stop])) is not None:
                 block = type(self._module.get_submodule(probe.layer.fqn)).__name__
                 failures.append(CountFailure(probe.layer.fqn, block, reason))
             start = stop
@@ -308,11 +307,9 @@ class _LayerProbe:
         return None
 
     def _wrong_gradients(self, counts_E: Tensor, totals_E: Tensor, *, strict: bool) -> str | None:
-        moved = self._moved()
-        if not moved:
+        if not (moved := self._moved()):
             return None  # frozen, or no backward
-        unseen = [expert for expert in sorted(moved - self._kept) if not totals_E[expert]]
-        if unseen:
+        if unseen := [expert for expert in sorted(moved - self._kept) if not totals_E[expert]]:
             return f"experts {unseen} have a gradient, and no token was counted for them"
         still = [expert for expert in self.layer.local_expert_ids if expert not in moved and counts_E[expert]]
         idle = [expert for expert in still if not _is_frozen(self.layer, expert, self._params)]

@@ -145,8 +145,7 @@ def _first_states(optimizer: Optimizer, form: _Form) -> dict[Kind, tuple[nn.Para
     trial = _Trial.of(optimizer, shape_tried, number=1, every=True)
     trial.go_on(range(2), form)
     twin = trial.optimizer
-    strangers = [key for key in twin.state if not any(key is param for param in trial.params)]
-    if strangers:
+    if strangers := [key for key in twin.state if not any(key is param for param in trial.params)]:
         raise LookupError(f"it keeps state of {str(strangers[0])[:40]!r}, which is no parameter")
     states = [dict(twin.state.get(param, {})) for param in trial.params]
     return dict(zip(trial.kinds, zip(trial.params, states, strict=True), strict=True))

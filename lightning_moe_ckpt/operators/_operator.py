@@ -155,8 +155,7 @@ def split(
 
 def _take(piece: ParamSlice, start: int, room: int, most: int, unit: int) -> int:
     """Return the slice's elements to take now: the rest if it fits, else whole rows, else what fits."""
-    left = piece.stop - start
-    if left <= room:
+    if (left := piece.stop - start) <= room:
         return left
     row = max(piece.global_shape[-1] if piece.global_shape else 1, unit)
     # If a piece can hold a row at all, never cut inside one: start a new piece instead.

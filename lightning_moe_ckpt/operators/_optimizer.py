@@ -125,8 +125,7 @@ class StateSchema:
         """Return whether the optimizer has state of `param` yet. Raises `UnsupportedOptimizer` if the schema says otherwise."""
         # A momentum buffer may be there and be None.
         state = {key for key, value in self.optimizer.state.get(param, {}).items() if value is not None}
-        expected = {entry.key for entry in self.entries(param)}
-        if not expected or not state:
+        if not (expected := {entry.key for entry in self.entries(param)}) or not state:
             return False
         if state != expected:
             raise UnsupportedOptimizer(
@@ -144,8 +143,7 @@ class StateSchema:
         parameter. Raises `KeyError` if the schema has no such entry for this parameter; `UnsupportedOptimizer` if the
         tensor is not of the schema's dtype or shape.
         """
-        entry = next((each for each in self.entries(param) if each.key == key), None)
-        if entry is None:
+        if (entry := next((each for each in self.entries(param) if each.key == key), None)) is None:
             if self._group(param) is None:
                 return None  # it has left the optimizer
             raise KeyError(key)
@@ -166,8 +164,7 @@ class StateSchema:
 
         Zero state differs from no state: see `drop_state`.
         """
-        group = self._group(param)
-        if group is None or self.has_state(param):
+        if (group := self._group(param)) is None or self.has_state(param):
             return
         fused = group.get("fused")
         created = {

@@ -255,10 +255,9 @@ class ComputeDtypeProbe(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
             if isinstance(value, list | tuple):
                 yield from self._read(value)
             elif type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided and value.numel():
-                intervals = self._memory.get(storage_key(value))
-                if intervals is not None:
-                    start, stop = byte_interval(value)
-                    yield from (fqn for first, last, fqn in intervals if first < stop and start < last)
+                start, stop = byte_interval(value)
+                intervals = self._memory.get(storage_key(value), ())
+                yield from (fqn for first, last, fqn in intervals if first < stop and start < last)
 
     def _record(self, func: Any, fqn: str, out: Any) -> None:
         if _is_neutral(func):
@@ -273,8 +272,7 @@ class ComputeDtypeProbe(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
 @cache
 def _is_neutral(func: Callable[..., Any]) -> bool:
     """Return whether an operation does not read values: a view, or an operation that reads only the shape."""
-    schema = getattr(func, "_schema", None)
-    if schema is None:
+    if (schema := getattr(func, "_schema", None)) is None:
         return False
     aliased = [argument.alias_info for argument in schema.arguments if argument.alias_info is not None]
     return schema.name in _METADATA_ONLY or (bool(aliased) and not any(alias.is_write for alias in aliased))

@@ -112,8 +112,7 @@ def refuse_tutel(root: nn.Module, ignored: Collection[str]) -> str | None:
     Tutel's examples hide all experts from DistributedDataParallel: `ignored`.
     """
     for fqn, layer in _layers(root):
-        reason = tutel_refusal(layer)
-        if reason is not None:
+        if (reason := tutel_refusal(layer)) is not None:
             return f"Tutel layer `{fqn}` {reason}"
         replicated = layer.world_size == 1 and dist.is_initialized() and dist.get_world_size() > 1
         if replicated and any(_join(fqn, name) in ignored for name, _ in _expert_parameters(layer)):

@@ -281,8 +281,7 @@ def listening() -> dict[int, tuple[int, tuple[str, int]]]:
     # Not from /proc/self/net/tcp: the kernel goes through the connections of the whole machine to write that.
     for entry in _DESCRIPTORS.iterdir():
         with suppress(OSError):  # closed meanwhile, such as the descriptor of this listing
-            named = _SOCKET.fullmatch(str(entry.readlink()))
-            if named is None:
+            if (named := _SOCKET.fullmatch(str(entry.readlink()))) is None:
                 continue
             each = socket.socket(fileno=int(entry.name))
             try:

@@ -347,8 +347,7 @@ class _Maker:
 
 
 def _world() -> dist.ProcessGroup:
-    world = dist.group.WORLD
-    if world is None:
+    if (world := dist.group.WORLD) is None:
         raise RuntimeError("The default process group is not initialised. Call `init_process_group` first.")
     return world
 

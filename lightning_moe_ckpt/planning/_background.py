@@ -65,8 +65,7 @@ class OperatorSizes:
         if self._whole is None or self._whole[0] != dtypes:
             self._whole = dtypes, record_nbytes(self._view.replanned(self._view.operators, dtypes), self._groups)
         inputs = replace(inputs, sizes=self._whole[1])
-        limit = policy.split_nbytes(inputs)
-        if not limit:
+        if not (limit := policy.split_nbytes(inputs)):
             return inputs, limit
         whole = self._view.replanned(self._view.operators, dtypes)
         view = whole.replanned(split_operators(whole, self._groups, limit), dtypes)
@@ -129,8 +128,7 @@ class PlanMaker:
     def lay_out(self, record: PlanRecord) -> WindowLayout:
         """Return the plan's layout; partial plans, which come round again, are laid out once."""
         key = (record.to_json(), self.journal.nbytes)
-        layout = self._layouts.get(key)
-        if layout is None:
+        if (layout := self._layouts.get(key)) is None:
             layout = lay_out(record, self._view, self._groups, key[1]).mirrored(self.mirroring)
             for step in layout.steps:
                 columns_of(step)  # in advance, since plans are mostly made beside the training thread

@@ -495,8 +495,7 @@ class LedgerKeeper(Counting):
         """Note that a tier has all of a generation on every rank."""
         if tier not in self._levels:
             return
-        level = self._levels[tier]
-        if level == STORAGE:
+        if (level := self._levels[tier]) == STORAGE:
             self._bad.completed(self.ledger.saved[level], generation.step)
         self.ledger = self.ledger.complete(level, generation.step)
 

@@ -288,8 +288,7 @@ class _Choice:
         while waiting:
             i, leaving, origin = waiting.popleft()
             for expert in self._untaken(i):
-                position = self._positions[i][expert]
-                if position in came_by:
+                if (position := self._positions[i][expert]) in came_by:
                     continue
                 came_by[position] = i, expert, leaving, origin
                 if self.has_room(position):

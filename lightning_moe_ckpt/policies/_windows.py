@@ -147,8 +147,7 @@ def _arrays(items: Sequence[PlanItem]) -> tuple[list[PlanItem], Ints, Ints]:
 
 
 def _require_split(items: Sequence[PlanItem], budget_nbytes: int) -> None:
-    large = [item.name for item in items if item.full_nbytes > budget_nbytes]
-    if large:
+    if large := [item.name for item in items if item.full_nbytes > budget_nbytes]:
         more = f" and {len(large) - 3} more" if len(large) > 3 else ""
         raise ValueError(
             f"Operators {', '.join(large[:3])}{more} exceed the budget of {size_text(budget_nbytes)} per step alone. "
@@ -211,8 +210,7 @@ def fewest_slots(full_N: Ints, compute_N: Ints, budget: int) -> int:
     compute_sum = np.concatenate(([0], np.cumsum(compute_N[order_N])))
     packed, slots = 0.0, 0
     while packed < full_sum[-1] * (1 - 1e-12):  # rounding must not cost a slot
-        room = budget - float(np.interp(packed, full_sum, compute_sum))
-        if room <= 0 or slots > len(full_N):
+        if (room := budget - float(np.interp(packed, full_sum, compute_sum))) <= 0 or slots > len(full_N):
             return 2**31
         packed += room
         slots += 1

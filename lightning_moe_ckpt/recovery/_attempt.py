@@ -259,8 +259,7 @@ class RestoreAttempt:
 
     def _cost(self) -> tuple[float, int] | None:
         """Return the seconds to bring an exact generation, by a record that the slowest rank brings, and its begin as Unix time."""
-        marker = self.marker()
-        if marker is None or self.is_partial or self.is_differential:
+        if (marker := self.marker()) is None or self.is_partial or self.is_differential:
             return None
         copies, file = self._copies((self.version, None)), max(marker.segments, key=attrgetter("nbytes"))
         sizes = np.asarray(RecordColumns.of(file.records).nbytes, np.int64)

@@ -225,8 +225,7 @@ def fill_scalars(
             value = bytes([bool(having)])
         else:
             found = (each.scalar(record.state_key, values) for each in (having if _is_state(record) else near))
-            value = next((each for each in found if each), b"")
-            if value and len(value) != record.nbytes:
+            if (value := next((each for each in found if each), b"")) and len(value) != record.nbytes:
                 raise IdentityMismatch(
                     f"`{record.fqn}`: its {record.state_key} has {len(value)} bytes in the run, and {record.nbytes} here. Resume with the "
                     "optimizer that wrote it, or begin with weights alone."

@@ -84,8 +84,7 @@ class Frozen:
         shown: dict[nn.Module, dict[str, tuple[nn.Parameter, Tensor | None]]] = defaultdict(dict)
         for fqn, param in self._params.items():
             first = self._operators[fqn][0]
-            live = [operator for operator in self._operators[fqn] if operator.name in active]
-            if not live:
+            if not (live := [operator for operator in self._operators[fqn] if operator.name in active]):
                 self._passive.append(param)
             if nothing or not param.requires_grad or fqn in seen:
                 continue

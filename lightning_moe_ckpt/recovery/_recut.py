@@ -283,8 +283,7 @@ class Recut:
                 continue
             brought = BroughtRecords(reached=self.version.generation.step, chosen=chosen)
             brought.share_out([*self._chosen(indexes, steps, chosen)], self._exchange.world_size)
-            lost = self._read(brought)
-            if not lost:
+            if not (lost := self._read(brought)):
                 return None if lost is None else brought
             for index in indexes:
                 for name in lost:

@@ -154,8 +154,7 @@ class Replay:
         A `known` cause of other losses is logged once, and no other cause is looked for. Where other ranks repeat
         a step, which sum in another order, there is no loss to compare with.
         """
-        expected = self.outcome(step)["losses"]
-        if expected is None:
+        if (expected := self.outcome(step)["losses"]) is None:
             return False
         same = len(losses) == len(expected) and all(
             a.dtype == b.dtype and torch.equal(a.cpu().reshape(1).view(torch.uint8), b.reshape(1).view(torch.uint8))
@@ -204,8 +203,7 @@ class Replay:
         """Set the buffers to those of the newest loaded step."""
         layout, segment = self._newest_step()
         for name in self._view.buffer_names:
-            buffer = self._view.buffer(name)
-            if buffer is not None:
+            if (buffer := self._view.buffer(name)) is not None:
                 if any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)):
                     buffer.data = buffer.data.contiguous()  # elements of an expanded tensor share memory
                 buffer.copy_(layout.segment.view(segment, f"buffer/{name}"))
@@ -349,8 +347,7 @@ class Replay:
             # Shared single values of the optimizer come from the journal.
             if key == PRESENT or (is_state and not (with_state.any() and (shape is None or fqn not in shared))):
                 continue
-            live = view.tensor(fqn, key)
-            if live is None:
+            if (live := view.tensor(fqn, key)) is None:
                 continue
             rows = np.flatnonzero(with_state) if is_state else np.arange(len(with_state))
             at, flat = offsets[shards.first[rows] + number], live.detach().view(-1)

@@ -231,8 +231,7 @@ class Transfer:
             broken = str(error)
         self._log_complaints(assemblies)
         remote = [self._fetch(i, request) for i, (_, request) in enumerate(wanted) if request.reader != self._rank]
-        fetches = self._rounds.begin(remote, busy=bool(wanted), lost=broken)
-        if fetches is None:
+        if (fetches := self._rounds.begin(remote, busy=bool(wanted), lost=broken)) is None:
             return False
         local = [(assembly, request) for assembly, request in wanted if request.reader == self._rank]
         reading = [pool.submit(assembly.read, request, self._reader.read) for assembly, request in local]

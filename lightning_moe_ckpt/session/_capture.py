@@ -342,8 +342,7 @@ class CaptureSession:
             step: the boundary.
             disturbed: whether sources may have changed unseen since `capture`; then all are copied again.
         """
-        window = self.window
-        if window is None:
+        if (window := self.window) is None:
             return
         if self._chain is not None:
             self._begin_in_chain(window, self._chain, disturbed=disturbed)

@@ -145,8 +145,7 @@ class _Run:
         """Take steps until then or the goal: first lost steps again, then new steps."""
         b, step = self.behaviour, self.profile.step_seconds
         for part, each, most in (("lost", b.again, self.reached - self.done), ("productive", step, math.inf)):
-            steps = min((until - self.now) / (each + b.extra), most, self.goal - self.done)
-            if steps <= 0:
+            if (steps := min((until - self.now) / (each + b.extra), most, self.goal - self.done)) <= 0:
                 continue
             self.parts[part] += steps * each
             self.parts["hooks"] += steps * b.hooks

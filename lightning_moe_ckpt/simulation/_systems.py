@@ -59,8 +59,7 @@ class System(ABC):
     def __post_init__(self) -> None:
         for each in fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
             value = getattr(self, each.name)
-            wanted = _wrong(each.name, value)
-            if wanted and not (value is None and each.default is None):
+            if (wanted := _wrong(each.name, value)) and not (value is None and each.default is None):
                 raise ConfigurationError(f"`{type(self).__name__}({each.name}={value!r})` must be {wanted}.")
 
     @abstractmethod

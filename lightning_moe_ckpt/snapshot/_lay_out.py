@@ -295,8 +295,7 @@ def _shared_out(taken: Sequence[tuple[str, RecordKind, ParamSlice]], holders: Re
     shards: list[Shard] = []
     for (name, kind, piece), writer in zip(taken, writers_of(sizes, holders), strict=True):
         key = (id(piece), writer) if kind is RecordKind.COMPUTE else None
-        found = view.repeated.get(key)
-        if found is None:
+        if (found := view.repeated.get(key)) is None:
             shares = [(piece, writer)] if writer is not None else cut_among(piece, holders)
             found = [Shard(name, kind, each, rank) for each, rank in shares]
             if key is not None:

@@ -177,11 +177,9 @@ class StateView:
 
     def _here(self, whole: ParamSlice) -> ParamSlice | None:
         """Return a slice's part in this rank's memory; `None` if there is none."""
-        box = self.boxes.get(whole.fqn)
-        if box is None:
+        if (box := self.boxes.get(whole.fqn)) is None:
             return whole
-        known = self._parts.get(id(whole))
-        if known is None:
+        if (known := self._parts.get(id(whole))) is None:
             part, found = box.part(whole.start, whole.stop), None
             if part is not None:
                 start, stop, first = part
@@ -334,8 +332,7 @@ class FileLayout:
     def run(self, ranks: Collection[int] | None = None) -> tuple[int, int] | None:
         """Return first byte, and the byte after the last, of this rank's shards in regions with all these ranks, or in all."""
         regions = self.shards if ranks is None else self.common(ranks)
-        count = sum(len(self.written(region, self.groups.rank).row) for region in regions)
-        if count == 0:
+        if (count := sum(len(self.written(region, self.groups.rank).row) for region in regions)) == 0:
             return None
         return int(self.segment.offsets[0]), int(self.segment.offsets[count - 1] + self.segment.sizes[count - 1])
 
@@ -346,8 +343,7 @@ class FileLayout:
 
     def written(self, region: Region, writer: int) -> ShardTable:
         """Return the tensors that `writer` stores in `region`."""
-        found = self._written.get((region, writer))
-        if found is None:
+        if (found := self._written.get((region, writer))) is None:
             shards = [shard for shard in self.shards[region] if shard.writer == writer]
             found = self._written[region, writer] = self.view.table(shards, self._packed)
         return found

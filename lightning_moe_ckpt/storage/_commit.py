@@ -91,8 +91,7 @@ def read_history(run_log: Log, *, forgiving: bool) -> History | None:
 def read_run(run_log: Log, backend: Backend) -> History:
     """Read the log. Raises `NoUsableGeneration` if there is no run, `Corrupt` if no entry is readable."""
     expect_folder(backend)
-    history = run_log.read()
-    if history is None:
+    if (history := run_log.read()) is None:
         raise NoUsableGeneration(nothing_at(backend.url))
     return history
 
@@ -141,8 +140,7 @@ class Coordination:
         if self.incarnation is not None:
             self.catch_up()
             return
-        history = self.log.read()
-        if history is None or history.run_id != self.history.run_id:
+        if (history := self.log.read()) is None or history.run_id != self.history.run_id:
             raise Fenced(f"another run replaced run {self.history.run_id} while this one was starting. Start again.")
         self.history = history
 

@@ -332,8 +332,7 @@ def _expect_older_files(marker: RankMarker, entries: Sequence[ReferencedEntry], 
         )
         if entry.segment.key != key or not older:
             raise Corrupt(f"{where}: references {entry.segment.key}, which is not an older file of rank {marker.rank}.")
-    names = [(entry.generation, entry.segment.step) for entry in entries]
-    if names != sorted(set(names)):
+    if (names := [(entry.generation, entry.segment.step) for entry in entries]) != sorted(set(names)):
         raise Corrupt(f"{where}: what it references is not listed file by file, oldest first.")
 
 
@@ -430,8 +429,7 @@ def _only(entries: Iterable[ReferencedEntry], wanted: Callable[[str, GenerationI
     for entry in entries:
         names = {record.operator for record in entry.segment.records if record.kind == _FULL}
         chosen = {name for name in names if wanted(name, entry.generation)}
-        records = tuple(r for r in entry.segment.records if r.kind == _FULL and r.operator in chosen)
-        if records:
+        if records := tuple(r for r in entry.segment.records if r.kind == _FULL and r.operator in chosen):
             yield replace(entry, segment=replace(entry.segment, records=records))
 
 
@@ -439,8 +437,7 @@ def _by_file(entries: Iterable[ReferencedEntry]) -> tuple[ReferencedEntry, ...]:
     """Merge entries of the same file; oldest first."""
     files: dict[tuple[GenerationId, int], ReferencedEntry] = {}
     for entry in entries:
-        known = files.setdefault((entry.generation, entry.segment.step), entry)
-        if known is not entry:
+        if (known := files.setdefault((entry.generation, entry.segment.step), entry)) is not entry:
             records = sorted((*known.segment.records, *entry.segment.records), key=lambda record: record.offset)
             files[entry.generation, entry.segment.step] = replace(
                 known, segment=replace(known.segment, records=tuple(records))

@@ -445,8 +445,7 @@ class UnfinishedUploads:
         except NoCredentialsError as error:
             raise _RefusedError("no credentials were found") from error
         except ClientError as error:
-            status = error.response["ResponseMetadata"]["HTTPStatusCode"]
-            if status in _REFUSALS:
+            if (status := error.response["ResponseMetadata"]["HTTPStatusCode"]) in _REFUSALS:
                 raise _RefusedError(f"it answers {status} {error.response['Error'].get('Code', '')}") from error
             if status != 404:  # another process was faster, or there never was such an upload
                 raise StorageError(f"{operation} in {self._bucket}: {error}.") from error

@@ -171,8 +171,7 @@ def _why_it_stays(
 def _unfinished(backend: Backend) -> dict[GenerationId, list[Entry]]:
     found: dict[GenerationId, list[Entry]] = {}
     for entry in backend.unfinished_writes(SNAP_PREFIX):
-        place = parse_snap_key(entry.key)
-        if place is not None:
+        if (place := parse_snap_key(entry.key)) is not None:
             found.setdefault(place[0], []).append(entry)
     return found
 

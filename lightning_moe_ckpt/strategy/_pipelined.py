@@ -142,8 +142,7 @@ class PipelinedStrategy(DDPStrategy):
 
     @property
     def _module(self) -> LightningModule:
-        module = self.lightning_module
-        if module is None:
+        if (module := self.lightning_module) is None:
             raise RuntimeError("The strategy has no model yet. It is connected by `Trainer.fit` and its siblings.")
         return module
 

@@ -344,8 +344,7 @@ class _WithAuxiliary(torch.autograd.Function):
 
 def _tensors(output: Any) -> tuple[Tensor, ...]:
     found = tuple(output) if isinstance(output, (tuple, list)) else (output,)
-    wrong = [type(each).__name__ for each in found if not isinstance(each, Tensor)]
-    if wrong:
+    if wrong := [type(each).__name__ for each in found if not isinstance(each, Tensor)]:
         raise ConfigurationError(f"A stage returned {wrong[0]}. Return a tensor, or several, to the next stage.")
     return found
 

@@ -107,8 +107,7 @@ def stand_out(module: LightningModule) -> None:
 
 def build_stage(module: LightningModule, groups: ParallelGroups) -> None:
     """Make this rank's stage part of the module, once: averaging callbacks may ask before Lightning. Raises `ConfigurationError`."""
-    known = _built.get(module)
-    if known is not None and known[:2] == (groups.stage, groups.num_stages):
+    if (known := _built.get(module)) is not None and known[:2] == (groups.stage, groups.num_stages):
         return
     made = staged(module).configure_stage(groups.stage, groups.num_stages)
     if not isinstance(made, nn.Module):
@@ -147,8 +146,7 @@ def check_module(module: LightningModule, groups: ParallelGroups) -> None:
             "or a module that keeps the contract `ExpertParallelModule`, in `LightningModule.configure_model`, or use "
             "`expert_parallel=1`."
         )
-    reason = refuse_tutel(module, _port.ignored_names(module))
-    if reason is not None:
+    if (reason := refuse_tutel(module, _port.ignored_names(module))) is not None:
         raise ConfigurationError(reason)
     if groups.ep_size > 1 and not module.automatic_optimization:
         raise ConfigurationError(
@@ -176,8 +174,7 @@ def refuse_tied(module: LightningModule, exchange: Exchange) -> None:
     """Raise `ConfigurationError`, on every rank, if stages share parameters. Collective over the pipeline."""
     own = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     stages = cast("list[list[str]]", exchange.gather_values(own))
-    empty = [stage for stage, names in enumerate(stages) if not names]
-    if empty:
+    if empty := [stage for stage, names in enumerate(stages) if not names]:
         raise ConfigurationError(f"Stage {empty[0]} has no parameters. Give every stage some, or use fewer stages.")
     tied = [name for name, count in Counter(name for names in stages for name in names).items() if count > 1]
     if tied:
@@ -300,8 +297,7 @@ class StageMetrics:
         """Return this rank's metric of a name, and set its result of `forward` to `of_batch`. Raises
         `ConfigurationError` if this stage does not have the metric.
         """
-        metric = dict(module_metrics(module)).get(name)
-        if metric is None:
+        if (metric := dict(module_metrics(module)).get(name)) is None:
             raise ConfigurationError(
                 f"`self.log({logged!r})` was given the metric `{name}`, which another stage does not have. Make it in "
                 f"`{type(module).__name__}.__init__`, so that all stages have it."
@@ -389,8 +385,7 @@ class StageLogs:
                 f"`self.log({name!r})` was given {type(value).__name__} in a pipeline stage, which cannot be averaged over "
                 "micro-batches. Log a number, a tensor or a metric."
             )
-        odd = [key for key, option in options.items() if not isinstance(option, _PLAIN)]
-        if odd:
+        if odd := [key for key, option in options.items() if not isinstance(option, _PLAIN)]:
             raise ConfigurationError(
                 f"`self.log({name!r}, {odd[0]}=...)`: only options that are numbers, words or flags reach other stages."
             )

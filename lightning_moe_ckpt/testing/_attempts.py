@@ -336,8 +336,7 @@ def _fork_rank(script: _Script, attempt: Attempt, port: int) -> int:
     """Return the process id of a new rank; the new process never returns from here."""
     sys.stdout.flush()
     sys.stderr.flush()
-    pid = os.fork()
-    if pid == 0:
+    if (pid := os.fork()) == 0:
         _run_rank(script, attempt, port)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.setpgid(pid, pid)  # the child does the same; whoever comes first

@@ -212,8 +212,7 @@ class MirrorStore:
         """Return whether a mirror is here, or will never be; the caller holds the lock."""
         if self._closed:
             return True
-        under_way = self._segments.get(generation)
-        if under_way is not None:
+        if (under_way := self._segments.get(generation)) is not None:
             return step in under_way
         return self._newest is not None and generation <= self._newest
 

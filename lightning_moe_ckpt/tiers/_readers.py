@@ -234,8 +234,7 @@ class HostTier:
 
     def _of(self, holding: Holding, look: Callable[[_Place], T]) -> T:
         """Return `look`'s result for a copy's location. Raises `KeyMissing` if the copy is gone."""
-        place = self._places.get(holding)
-        if place is None:
+        if (place := self._places.get(holding)) is None:
             raise KeyMissing(f"{self._directory}: no memory of {holding}.")
         try:
             return look(place)

@@ -106,8 +106,7 @@ class SlotPool:
         """Return the number of blocks that a generation with segments of these bytes needs."""
         number = left = 0
         for nbytes in sizes:
-            slots = -(-nbytes // self._header.slot_nbytes)
-            if slots > left:
+            if (slots := -(-nbytes // self._header.slot_nbytes)) > left:
                 number, left = number + 1, self.block
             left -= slots
         return number if left >= 0 else self._num_blocks + 1
@@ -274,8 +273,7 @@ class RingState:
         return entry
 
     def _published_entry(self, generation: Hashable) -> Generation:
-        entry = self._generations.get(generation)
-        if entry is None or entry.state is GenerationState.DROPPED:
+        if (entry := self._generations.get(generation)) is None or entry.state is GenerationState.DROPPED:
             raise CheckpointError(f"{generation} was given up, and is not in memory.")
         return entry
 

@@ -256,8 +256,7 @@ def read_shared(path: Path) -> bytes:
     descriptor = open_shared(path)
     try:
         with open(descriptor, "rb", closefd=False) as file:
-            nbytes = os.fstat(descriptor).st_size
-            if nbytes > _LARGEST_NBYTES:
+            if (nbytes := os.fstat(descriptor).st_size) > _LARGEST_NBYTES:
                 raise Corrupt(f"{path}: has {nbytes} bytes, which no statement has. It can be removed.")
             return file.read(nbytes)
     finally:
@@ -298,8 +297,7 @@ def withdraw_shared(path: Path) -> None:
 
 def close_shared(descriptor: int) -> None:
     """Close a descriptor, later if this process owns the file: closing would lose the lock."""
-    owner = _owned_here(descriptor)
-    if owner is None:
+    if (owner := _owned_here(descriptor)) is None:
         os.close(descriptor)
     else:
         owner.deferred.append(descriptor)
@@ -367,8 +365,7 @@ def expect_room(directory: Path, nbytes: int) -> None:
     """Raise `ConfigurationError` unless `directory` has room for a ring of `nbytes`; the message says how many bytes
     are missing.
     """
-    free = _free_nbytes(directory)
-    if free < nbytes:
+    if (free := _free_nbytes(directory)) < nbytes:
         raise _no_room(directory, nbytes, free)
 
 
@@ -443,8 +440,7 @@ class MemoryName:
     @classmethod
     def parse(cls, name: str) -> MemoryName | None:
         """Return the parsed name of this user's memory file; `None` for any other name."""
-        match = _NAME.fullmatch(name)
-        if match is None or int(match[1]) != os.getuid():
+        if (match := _NAME.fullmatch(name)) is None or int(match[1]) != os.getuid():
             return None
         kind: MemoryKind = "ring" if match[5] == "ring" else "replica"
         return cls(tag=match[2], owner=int(match[3]), turn=int(match[4] or 0), kind=kind)

@@ -465,8 +465,7 @@ class StageAlone:
 
     def _require_waiting(self) -> list[int]:
         """Return the stages to wait for, or among which to go on. Raises `Rewind` if this rank goes on in place."""
-        plan = self._recovery.plan
-        if plan is None or self._begins:
+        if (plan := self._recovery.plan) is None or self._begins:
             raise Rewind("all ranks of the stage, or of all stages, begin again from a generation")
         return plan.repeating
 

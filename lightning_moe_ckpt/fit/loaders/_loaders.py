@@ -81,8 +81,7 @@ def skip_batches(
     else:
         iter(fetcher)
         before_fetch(0)
-        length = fetcher.length
-        if length is not None:
+        if (length := fetcher.length) is not None:
             fetcher.length = max(length, num_batches + 1)  # with batches of another size, an epoch may have had more
         for index in range(num_batches):
             if index:
@@ -344,8 +343,7 @@ def loads_again(trainer: Trainer) -> bool:
 
 def restarted_loaders(trainer: Trainer) -> list[int]:
     """Return indices of loaders that started over in the last fetch: their samplers and workers have drawn seeds."""
-    loader = trainer.fit_loop._combined_loader
-    if loader is None or len(loader.flattened) < 2:
+    if (loader := trainer.fit_loop._combined_loader) is None or len(loader.flattened) < 2:
         return []  # a single exhausted loader ends the epoch
     iterators = getattr(getattr(loader, "_iterator", None), "iterators", [])
     return [index for index, iterator in enumerate(iterators) if getattr(iterator, "_num_yielded", 0) == 1]

@@ -103,8 +103,7 @@ class LoggedOnce:
             return
         if step != self.newest["step"]:
             self.newest = {"step": step, "keys": {}}
-        fresh = {key: value for key, value in metrics.items() if self._is_fresh(step, key)}
-        if fresh:
+        if fresh := {key: value for key, value in metrics.items() if self._is_fresh(step, key)}:
             self._log(fresh, step)
             self.has_logged = True
             self.wrote(step, [self.name_of(key) for key in fresh])
@@ -368,8 +367,7 @@ def _go_on_csv(logger: CSVLogger, folder: Path) -> LineCounts:
     if not kept.is_file():
         return Counter()
     content = kept.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if whole != content:
+    if (whole := content[: content.rfind(b"\n") + 1]) != content:
         temporary = kept.with_suffix(".tmp")
         temporary.write_bytes(whole)
         temporary.replace(kept)

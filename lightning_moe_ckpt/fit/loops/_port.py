@@ -130,8 +130,7 @@ def tap_found_inf(precision: Precision, combine: Callable[[Tensor], None], devic
     """Call `combine` on every scaler verdict before it is read; do nothing if the plugin has no scaler. Uses
     `GradScaler._unscale_grads_`, shared by `unscale_` and the check for fused optimizers.
     """
-    scaler = getattr(precision, "scaler", None)
-    if scaler is None:
+    if (scaler := getattr(precision, "scaler", None)) is None:
         return lambda: None
     original: Callable[..., dict[torch.device, Tensor]] = scaler._unscale_grads_
 

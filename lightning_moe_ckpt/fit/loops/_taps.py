@@ -376,8 +376,7 @@ class StepOutcome:
             self._clipped()
 
     def _found_inf(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor] | None:
-        scaler = getattr(self._plugin, "scaler", None)
-        if scaler is None:
+        if (scaler := getattr(self._plugin, "scaler", None)) is None:
             return None
         found: dict[torch.device, Tensor] = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         return found

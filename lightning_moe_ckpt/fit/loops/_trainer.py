@@ -168,8 +168,7 @@ def checkpoint_extra(trainer: Trainer, module: LightningModule) -> dict[str, obj
     """Return entries of Lightning's checkpoints beside the state: hyper-parameters, other loops, names of states."""
     loops = {name: copy.deepcopy(getattr(trainer, name).state_dict()) for name in _OTHER_LOOPS}
     extra: dict[str, object] = {"precision": type(trainer.precision_plugin).__qualname__, "loops": loops}
-    datamodule = datamodule_of(trainer)
-    if datamodule is not None:
+    if (datamodule := datamodule_of(trainer)) is not None:
         extra["datamodule"] = type(datamodule).__qualname__
     for owner in (module, datamodule):
         if owner is not None and owner.hparams:

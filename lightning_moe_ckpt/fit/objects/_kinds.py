@@ -257,8 +257,7 @@ class Whole(Node):
         if self.now and self._is_same(seen):
             return False
         self._seen, self.why = seen, {}
-        why = self._refusal(graph)
-        if why:
+        if why := self._refusal(graph):
             self.why[CONTENT] = {tuple(map(str, seen)): why}
         if why or (not self.now and not self.is_new and not graph.may_copy(self.nbytes())):
             self.now = {CONTENT: ("kept", *map(str, seen))}
@@ -480,8 +479,7 @@ def may_make(kind: type, cls: type[Node]) -> bool:
         "A": np.ndarray,
         "G": GENERATORS,
     }
-    base = bases.get(cls.tag)
-    if base is not None:
+    if (base := bases.get(cls.tag)) is not None:
         return issubclass(kind, base)
     return not is_library(kind) or issubclass(kind, (*SEARCHED, Metric))
 

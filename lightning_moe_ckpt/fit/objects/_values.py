@@ -210,8 +210,7 @@ class Values:
         if type(value) in NATIVE:
             return value
         try:
-            text = self._described(value, place, node, end)
-            if text is not None:
+            if (text := self._described(value, place, node, end)) is not None:
                 return text
             why = why_not(value)
         except Exception as error:  # noqa: BLE001  # a foreign object may raise anything
@@ -221,13 +220,10 @@ class Values:
 
     def _described(self, value: Any, place: str, node: Node, end: str) -> Text | None:
         """Describe a value for an entry; `None` if it cannot be stored."""
-        at = self._at.get(id(value))
-        if at is not None:
+        if (at := self._at.get(id(value))) is not None:
             return ("at", at[0])
-        made = self._nodes.get(id(value))
-        if made is None:
-            text = self._fixed(value, place, node, end)
-            if text is not None:
+        if (made := self._nodes.get(id(value))) is None:
+            if (text := self._fixed(value, place, node, end)) is not None:
                 return text
             made = self._node(value, place)
         if made is not None:
