@@ -76,13 +76,8 @@ class _Boost:
     def to_state(self) -> dict[str, Any]:
         """Return plain values."""
         own = {"base": self.base, "factors": list(self.factors), "term": self.term, "since": self.since}
-        return {
-            **self.debts.to_state(),
-            **own,
-            "displaced": self.displaced,
-            "use": list(self.use),
-            "watched": self.watched,
-        }
+        seen = {"displaced": self.displaced, "use": list(self.use), "watched": self.watched}
+        return {**self.debts.to_state(), **own, **seen}
 
     @classmethod
     def from_state(cls, layer: MoELayerSpec, view: CapacityView | None, stored: Mapping[str, Any]) -> _Boost:
@@ -274,11 +269,7 @@ class CapacityBoost(Callback):
     def _say(self, each: _Boost, what: str) -> None:
         log.info(
             "%s: %d experts have %d tokens to make up for, and get %.0f%% %s",
-            each.layer.prefix,
-            sum(map(bool, each.debts.open)),
-            sum(each.debts.open),
-            100 * self.boost,
-            what,
+            *(each.layer.prefix, sum(map(bool, each.debts.open)), sum(each.debts.open), 100 * self.boost, what),
         )
 
     def _end(self, each: _Boost, module: nn.Module) -> None:

@@ -27,7 +27,6 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from typing_extensions import override
 
 from lightning_moe_ckpt.callbacks import (
-    CheckpointArguments,
     DenseCheckpoint,
     DifferentialCheckpoint,
     PartialExpertCheckpoint,
@@ -47,20 +46,17 @@ class SavingEvery(Callback):
     """
 
     def __init__(self, folder: Path, *, every_n_steps: int, first_step: int = 0) -> None:
-        self._folder, self._every, self._first = folder, every_n_steps, first_step
+        self._folder, self._every = folder, every_n_steps
+        self.first_step = first_step
+        """Step of the checkpoint that the fit began with."""
         self.seconds, self.nbytes = 0.0, 0
         """Training-thread time in saves so far, and the bytes saved on one rank: all ranks have the same state."""
-
-    @property
-    def first_step(self) -> int:
-        """Step of the checkpoint that the fit began with."""
-        return self._first
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step = self._first + trainer.global_step
+        step = self.first_step + trainer.global_step
         if step % self._every:
             return
         began = time.perf_counter()
@@ -94,10 +90,10 @@ class DcpCheckpoint(SavingEvery):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if dist.is_initialized():
             self._group = dist.new_group(backend="gloo")  # saves run beside training
-        if not self._first:
+        if not self.first_step:
             return
         state = self._state(trainer, pl_module)
-        load(state, checkpoint_id=self._folder / str(self._first), process_group=self._group)
+        load(state, checkpoint_id=self._folder / str(self.first_step), process_group=self._group)
         set_state_dict(
             pl_module, trainer.optimizers, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
@@ -256,7 +252,4 @@ def shared_arguments(*, memory_only: bool) -> dict[str, Any]:
 
     The measuring callback has clocks of its own process.
     """
-    target = (
-        {"overhead_target": None} if memory_only and "overhead_target" in CheckpointArguments.__annotations__ else {}
-    )
-    return {"untouched": ["callback.*"], **target}
+    return {"untouched": ["callback.*"], **({"overhead_target": None} if memory_only else {})}

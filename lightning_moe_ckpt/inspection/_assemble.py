@@ -24,7 +24,7 @@ from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt
 from lightning_moe_ckpt.journal import decode_journal
 from lightning_moe_ckpt.recovery import Assembly, Replicas, Request, Version, Wanted, folded, stored, stored_index
-from lightning_moe_ckpt.snapshot import STAGES, is_average
+from lightning_moe_ckpt.snapshot import JOURNAL, PARAM, PRESENT, STAGES, is_average
 from lightning_moe_ckpt.storage import (
     CONSTANTS,
     Backend,
@@ -41,9 +41,6 @@ from lightning_moe_ckpt.tiers import is_differential
 log = rank_logger(__name__)
 
 BUFFER = "buffer"
-JOURNAL = "journal"
-PARAM = "param"
-PRESENT = "present"
 
 
 class LazyTensor(NamedTuple):

@@ -223,8 +223,7 @@ def state_dict_names(
 
     Raises `ConfigurationError` if a name in `ties` is taken, or its stored name does not exist.
     """
-    known = set(stored)
-    unsaved = set(module.unsaved)
+    known, unsaved = set(stored), set(module.unsaved)
     names = {name: name for name in stored if name not in unsaved} | dict(module.aliases)
     for new, name in ties.items():
         if name not in known or new in names:
@@ -292,20 +291,14 @@ def _dense_commit(view: RunView, step: int | None) -> Commit:
     """Return the commit of the chosen generation, or raise if it is sparse."""
     commit = select(view, step).commit
     assert commit is not None, "`select` chooses among those with a manifest"
-    if _is_dense(commit):
+    if kind_of(commit) != "sparse":
         return commit
-    wanted = commit.generation.step
-    dense = [
-        c.generation.step
-        for generation in view.generations()
-        if generation.usable and (c := generation.commit) and _is_dense(c)
-    ]
+    wanted, usable = commit.generation.step, [each for each in view.generations() if each.usable]
+    dense = [each.generation.step for each in usable if each.commit is not None and kind_of(each.commit) != "sparse"]
     nearest = min(dense, key=lambda other: abs(other - wanted), default=None)
-    found = (
-        "There is no dense one."
-        if nearest is None
-        else f"The nearest dense one is step {nearest}: give --step {nearest}."
-    )
+    found = "There is no dense one."
+    if nearest is not None:
+        found = f"The nearest dense one is step {nearest}: give --step {nearest}."
     remedy = (
         f"{found} `moe-ckpt densify {view.url} -- SCRIPT ARGS` replays the newest in the run's own script, and stores it dense. A run "
         "that ends leaves a dense one last, and `SparseCheckpoint(dense_every_n_steps=...)` leaves one now and then."
@@ -316,18 +309,9 @@ def _dense_commit(view: RunView, step: int | None) -> Commit:
     )
 
 
-def _is_dense(commit: Commit) -> bool:
-    return kind_of(commit) != "sparse"
-
-
 def _metadata(commit: Commit, tensors: Assembler) -> dict[str, str]:
-    generation = commit.generation
-    told = {
-        "format": "pt",
-        "run_id": commit.run_id,
-        "step": str(generation.step),
-        "incarnation": str(generation.incarnation),
-    }
+    place = {"step": str(commit.generation.step), "incarnation": str(commit.generation.incarnation)}
+    told = {"format": "pt", "run_id": commit.run_id, **place}
     return {**told, VERSIONS: json.dumps(tensors.older, sort_keys=True)} if tensors.older else told
 
 
@@ -371,7 +355,7 @@ class LightningCheckpoint:
             **self._hyper_parameters(extra),
             **self._datamodule(extra, start),
             **({VERSIONS: self._stored.older} if self._stored.older else {}),
-            "epoch": _epoch(start),
+            "epoch": start["loops"]["epoch_progress"]["current"]["processed"] if start else 0,
             "global_step": self._commit.generation.step,
             "pytorch-lightning_version": importlib.metadata.version("lightning"),
             "state_dict": OrderedDict(tensors),
@@ -460,18 +444,15 @@ class LightningCheckpoint:
     def _hyper_parameters(self, extra: Mapping[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for owner in ("", "datamodule_"):
-            if f"{owner}hyper_parameters" in extra:
-                values = extra[f"{owner}hyper_parameters"]
-                found[f"{owner}hyper_parameters"] = self._plain(f"{owner}hyper_parameters", values)
-            if f"{owner}hparams_name" in extra:
-                found[f"{owner}hparams_name"] = extra[f"{owner}hparams_name"]
+            if (name := f"{owner}hyper_parameters") in extra:
+                found[name] = self._plain(name, extra[name])
+            if (name := f"{owner}hparams_name") in extra:
+                found[name] = extra[name]
         return found
 
     def _datamodule(self, extra: Mapping[str, Any], start: Mapping[str, Any]) -> dict[str, Any]:
         state = start.get("datamodule")
         return {extra["datamodule"]: self._plain("the data module", state)} if state and "datamodule" in extra else {}
-
-    # -- what is stored
 
     def _extra(self) -> dict[str, Any]:
         extra = read_extra(self._module)
@@ -485,12 +466,6 @@ class LightningCheckpoint:
             named = ", ".join(map(str, unsafe))
             self.notes.append(f"{named} of {owner} left out: torch.load(weights_only=True) refuses its type")
         return {key: value for key, value in values.items() if key not in unsafe}
-
-
-def _epoch(start: Mapping[str, Any]) -> int:
-    """Return the current epoch, from the progress of the loops."""
-    epoch: int = start["loops"]["epoch_progress"]["current"]["processed"] if start else 0
-    return epoch
 
 
 def _is_plain(value: object) -> bool:

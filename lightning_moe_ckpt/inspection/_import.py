@@ -29,11 +29,20 @@ from torch._weights_only_unpickler import UnpicklingError  # type: ignore[attr-d
 from lightning_moe_ckpt.coordination import VERSIONS, own_versions
 from lightning_moe_ckpt.errors import ConfigurationError, NoUsableGeneration
 from lightning_moe_ckpt.inspection._answers import Row
-from lightning_moe_ckpt.inspection._assemble import JOURNAL, PARAM, PRESENT, LazyTensor
+from lightning_moe_ckpt.inspection._assemble import LazyTensor
 from lightning_moe_ckpt.inspection._dcp import INDEX, META, read_dcp
 from lightning_moe_ckpt.journal import encode, encode_journal
 from lightning_moe_ckpt.policies import Plan
-from lightning_moe_ckpt.snapshot import IMPORTED, LEFT_OUT, SEGMENT_METADATA, PlanRecord, storable
+from lightning_moe_ckpt.snapshot import (
+    IMPORTED,
+    JOURNAL,
+    LEFT_OUT,
+    PARAM,
+    PRESENT,
+    SEGMENT_METADATA,
+    PlanRecord,
+    storable,
+)
 from lightning_moe_ckpt.storage import (
     Backend,
     GenerationId,

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 from lightning_moe_ckpt.goodput import Goodput
@@ -229,7 +230,7 @@ def _progress(
         known.append(newest.reached)
     step = max(known, default=None)
     last_step = newest.figures.get("last_step") if newest is not None else None
-    rate, captured = _rates(newest)
+    (rate, captured), sampled = _rates(newest), [sample for start in incarnations for sample in start.samples]
     silent = _silence(now, incarnations, places)
     finished = isinstance(last_step, int) and stored is not None and stored >= last_step
     gone = not held and any(place.held is False and place.tier == "host" for place in places)
@@ -247,11 +248,7 @@ def _progress(
         steps_per_second=rate,
         nbytes_per_second=captured,
         eta_seconds=left / rate if left is not None and rate and not quiet and not finished else None,
-        goodput=max(
-            (each.goodput for start in incarnations for each in start.samples if each.goodput.wall),
-            key=_wall,
-            default=None,
-        ),
+        goodput=max((each.goodput for each in sampled if each.goodput.wall), key=attrgetter("wall"), default=None),
         lost_steps=_lost(incarnations),
         incarnations=incarnations,
         places=tuple(places),
@@ -279,10 +276,6 @@ def _lost(incarnations: Sequence[Incarnation]) -> int:
         for before, after in pairwise(incarnations)
         if before.reached is not None
     )
-
-
-def _wall(goodput: Goodput) -> float:
-    return goodput.wall
 
 
 def _silence(now: float, incarnations: Sequence[Incarnation], places: Sequence[NewestStep]) -> float | None:

@@ -230,10 +230,10 @@ def _tables(
     table = plain_table(*titles, right=("rank", "step", "size", "age"), wraps="held by")
     for each in found:
         run = each.tag[:8] or Path(each.path).name.removeprefix(_PREFIX)
-        place = (run, _or_dash(each.rank), each.what, _or_dash(each.step))
+        rank, step = ("-" if number is None else str(number) for number in (each.rank, each.step))
         held = each.why_kept.replace("process ", "pid ") or "nobody"
         fate = _fate(each, goes, dry_run=dry_run) if clear else each.owner
-        table.add_row(*place, size_text(each.nbytes), time_text(each.age_seconds), held, fate)
+        table.add_row(run, rank, each.what, step, size_text(each.nbytes), time_text(each.age_seconds), held, fate)
     free = [each for each in found if not each.why_kept]
     said = (
         f"{len(found)} in {directory}, {_sum(found)}; {len(free)} held by nobody, {_sum(free)}. A run that is started again "
@@ -253,10 +253,6 @@ def _fate(each: Leftover, goes: Sequence[Leftover], *, dry_run: bool) -> str:
     if dry_run:
         return "would go"
     return "could not be removed" if any(os.path.lexists(name) for name in each.files) else "removed"
-
-
-def _or_dash(value: int | None) -> str:
-    return "-" if value is None else str(value)
 
 
 def _sum(those: Sequence[Leftover]) -> str:
@@ -403,11 +399,8 @@ class Flush:
 
     def _bring_part(self, chain: Sequence[Version], rank: int) -> RankMarker:
         """Store a rank's part from good copies, and return its marker in storage."""
-        contents, reasons, held = (
-            Contents(chain[-1].generation, self._backend),
-            "",
-            [self._parts[each][rank] for each in chain],
-        )
+        contents, reasons = Contents(chain[-1].generation, self._backend), ""
+        held = [self._parts[each][rank] for each in chain]
         for turn in range(max(map(len, held))):
             try:
                 return self._put(contents, [copies[min(turn, len(copies) - 1)] for copies in held])

@@ -18,9 +18,9 @@ from itertools import chain, pairwise
 from math import prod
 
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt
-from lightning_moe_ckpt.inspection._assemble import BUFFER, PARAM, constants_of, identity_of, shared_element
+from lightning_moe_ckpt.inspection._assemble import BUFFER, constants_of, identity_of, shared_element
 from lightning_moe_ckpt.recovery import Replicas, Version, stored_index
-from lightning_moe_ckpt.snapshot import PACKED
+from lightning_moe_ckpt.snapshot import PACKED, PARAM
 from lightning_moe_ckpt.storage import (
     Backend,
     Commit,

@@ -44,8 +44,8 @@ Group = Mapping[str, Any]
 """Options of a parameter group."""
 
 
-_IDENTITY = ("params", "param_names")
-_NOT_TRIED = {*_IDENTITY, "lr", "initial_lr", "weight_decay"}
+IDENTITY = ("params", "param_names")
+_NOT_TRIED = {*IDENTITY, "lr", "initial_lr", "weight_decay"}
 _LR = 1e-3
 """Learning rate of a copy whose own is zero, as at the start of a warm-up."""
 _SIDE, _NUMEL = 131, 2**15
@@ -324,7 +324,7 @@ class _Trial:
             for param, known in zip(self.params, other.params, strict=True):
                 _load(mine.state, param, its.state.get(known) or {})
             for group, fields in zip(mine.param_groups, its.param_groups, strict=True):
-                group.update({key: copied_state(value) for key, value in fields.items() if key not in _IDENTITY})
+                group.update({key: copied_state(value) for key, value in fields.items() if key not in IDENTITY})
         vars(self.optimizer).update({k: v for k, v in other.plain_attributes().items() if k in names})
 
     def _after(self, *steps: Sequence[Tensor | None]) -> list[dict[str, Any]]:
@@ -347,7 +347,7 @@ class _Trial:
 
     def shown(self) -> list[dict[str, Any]]:
         """Return all copied parameters with their states, and the options of the groups."""
-        groups = [{k: v for k, v in group.items() if k not in _IDENTITY} for group in self.optimizer.param_groups]
+        groups = [{k: v for k, v in group.items() if k not in IDENTITY} for group in self.optimizer.param_groups]
         states = [opened(self.optimizer.state.get(param, {})) for param in self.params]
         return [*({"": param, **state} for param, state in zip(self.params, states, strict=True)), {"": groups}]
 
@@ -459,7 +459,7 @@ def _clone(param: nn.Parameter) -> nn.Parameter:
 
 def _fields(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a group's options, with a rate."""
-    fields = {key: copy.deepcopy(value) for key, value in group.items() if key not in _IDENTITY}
+    fields = {key: copy.deepcopy(value) for key, value in group.items() if key not in IDENTITY}
     rate = fields.get("lr", 1.0)
     if isinstance(rate, Tensor):
         fields["lr"] = torch.where(rate == 0, torch.full_like(rate, _LR), rate)

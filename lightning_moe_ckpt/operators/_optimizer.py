@@ -27,7 +27,7 @@ from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import IdentityMismatch, UnsupportedOptimizer
 from lightning_moe_ckpt.operators._copies import Beyond, copied_state, inner_optimizers, is_same, opened, put_back
-from lightning_moe_ckpt.operators._coupling import Group, Reach, wideness
+from lightning_moe_ckpt.operators._coupling import IDENTITY, Group, Reach, wideness
 from lightning_moe_ckpt.operators._optimizer_classes import (
     FoundLayout,
     Layout,
@@ -39,8 +39,6 @@ from lightning_moe_ckpt.operators._optimizer_classes import (
 from lightning_moe_ckpt.parallel import stepped_of
 
 log = rank_logger(__name__)
-
-_IDENTITY = ("params", "param_names")
 
 
 class StateSchema:
@@ -403,7 +401,7 @@ class MixedWatch(StateWatch):
 
 def groups_state(optimizer: Optimizer) -> list[dict[str, object]]:
     """Return all fields except the parameters, one mapping per group; tensors are copied."""
-    return [{k: copied_state(v) for k, v in group.items() if k not in _IDENTITY} for group in optimizer.param_groups]
+    return [{k: copied_state(v) for k, v in group.items() if k not in IDENTITY} for group in optimizer.param_groups]
 
 
 def load_groups_state(optimizer: Optimizer, state: Sequence[dict[str, object]]) -> None:

@@ -31,7 +31,7 @@ ShardScalars = Mapping[tuple[int, int, str], bytes]
 BUFFER, FULL = "buffer", "full"
 _ABSENT = (b"", b"\0")
 
-_UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer types by their bytes: elements are moved bit by bit."""
 
 
@@ -72,7 +72,7 @@ class HeldRecord:
         """Return a box's elements, as integers, without a copy."""
         itemsize = dtype_of(self.record.dtype).itemsize
         first = self.record.offset + start * itemsize
-        return buffers[self.place][first : first + math.prod(size) * itemsize].view(_UNITS[itemsize]).view(tuple(size))
+        return buffers[self.place][first : first + math.prod(size) * itemsize].view(UNITS[itemsize]).view(tuple(size))
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,8 +149,8 @@ def stored_index(marker: RankMarker, older: Iterable[ReferencedEntry] | None = N
     return index
 
 
-_VERIFIED_NBYTES = 4 * 2**20
-"""Approximate bytes of neighbours that one thread verifies at once."""
+VERIFIED_NBYTES = 4 * 2**20
+"""Approximate bytes of records that one thread verifies at once."""
 
 
 def neighbours(
@@ -190,7 +190,7 @@ def _stretches(
     if not sizes.size:
         return
     moved, gaps = np.diff(starts - offsets) != 0, starts[1:] - (starts + sizes)[:-1]
-    full = np.diff((np.cumsum(sizes) - sizes) // _VERIFIED_NBYTES) > 0
+    full = np.diff((np.cumsum(sizes) - sizes) // VERIFIED_NBYTES) > 0
     cuts = np.flatnonzero(moved | (gaps < 0) | (gaps >= FILLER_NBYTES) | full) + 1
     for begin, end in pairwise([0, *cuts.tolist(), sizes.size]):
         start = int(starts[begin])

@@ -31,6 +31,7 @@ from lightning_moe_ckpt.journal import Journal, decode_journal
 from lightning_moe_ckpt.native import Column, Copy, CopyEngine, copy_through
 from lightning_moe_ckpt.operators import RecordKind, Region, complete, follow, memory_of, with_memory
 from lightning_moe_ckpt.parallel import ParallelGroups
+from lightning_moe_ckpt.recovery._cut import UNITS
 from lightning_moe_ckpt.recovery._frozen import Frozen
 from lightning_moe_ckpt.snapshot import (
     JOURNAL,
@@ -434,8 +435,6 @@ def _shown(losses: list[Tensor]) -> str:
     return ", ".join(f"{loss.item():.9g}" for loss in losses)
 
 
-_UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer types by their bytes, to move elements bit by bit."""
 _LARGE_ROW_NBYTES = 2**15
 
 
@@ -465,8 +464,8 @@ def _copies(
         ):  # not rows of a matrix, or worth copies of their own
             yield from ((rows[i], into[j]) for i, j in zip(from_row.tolist(), to_row.tolist(), strict=True))
         else:
-            found = rows.view(_UNITS[dtype.itemsize]).index_select(0, torch.from_numpy(from_row)).view(dtype)
-            found = found.to(into.device, into.dtype).view(_UNITS[into.dtype.itemsize])
+            found = rows.view(UNITS[dtype.itemsize]).index_select(0, torch.from_numpy(from_row)).view(dtype)
+            found = found.to(into.device, into.dtype).view(UNITS[into.dtype.itemsize])
             into.view(found.dtype).index_copy_(0, torch.from_numpy(to_row).to(into.device), found)
 
 

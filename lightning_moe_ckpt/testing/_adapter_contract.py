@@ -168,16 +168,13 @@ class AdapterContract:
 
     def test_a_capacity_view_changes_the_live_capacity(self, model: nn.Module, operators: OperatorSet) -> None:
         """A small capacity changes the layer's output; the old capacity gives the old output."""
-        layers = [layer for layer in operators.layers if layer.live_capacity is not None]
-        layers = [layer for layer in layers if layer.live_capacity is not None and layer.live_capacity.limited(model)]
-        if not layers:
+        views = [(layer, view) for layer in operators.layers if (view := layer.live_capacity) and view.limited(model)]
+        if not views:
             pytest.skip("no layer has a live capacity")
-        calls = BlockCalls(model, layers)
+        calls = BlockCalls(model, [layer for layer, _ in views])
         self._backward(model)
         calls.remove()
-        for layer in layers:
-            view = layer.live_capacity
-            assert view is not None
+        for layer, view in views:
             before, output = view.get(model), calls.output(layer)
             view.set(model, view.scaled(before, [1e-3] * layer.num_experts))
             assert not torch.equal(calls.output(layer), output), f"`{layer.fqn}` takes no notice of its capacity"
@@ -414,13 +411,9 @@ def _cloned(values: Any) -> Any:
         return values.detach().clone()
     if isinstance(values, Mapping):
         return {name: _cloned(value) for name, value in values.items()}
-    if type(values) in {tuple, list}:
-        return type(values)(_cloned(value) for value in values)
-    return values
+    return type(values)(map(_cloned, values)) if type(values) in {tuple, list} else values
 
 
 def equal(a: Tensor | None, b: Tensor | None) -> bool:
     """Return whether two tensors have the same bits, or both are missing."""
-    if a is None or b is None:
-        return a is b
-    return torch.equal(a, b)
+    return a is b if a is None or b is None else torch.equal(a, b)

@@ -259,8 +259,7 @@ class _RunningAttempt:
 
     def run(self) -> AttemptResult:
         """Start the ranks, wait for the end of all, and judge the outcome."""
-        started = time.monotonic()
-        port = free_port()
+        started, port = time.monotonic(), free_port()
         try:
             for attempt in self._attempts:
                 self._pids[attempt.rank] = _fork_rank(self._script, attempt, port)
