@@ -452,6 +452,5 @@ def weights(logits_TE: Tensor, idx_TK: Tensor, formula: Formula) -> Tensor:
 def _formula(router: nn.Module) -> Formula | None:
     for base in type(router).__mro__:
         if base.__name__ in _FORMULAS:
-            formula = _FORMULAS[base.__name__]
-            return formula or ("normalised" if getattr(router, "norm_topk_prob", False) else "softmax")
+            return _FORMULAS[base.__name__] or ("normalised" if getattr(router, "norm_topk_prob", False) else "softmax")
     return None

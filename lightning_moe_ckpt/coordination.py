@@ -110,8 +110,7 @@ class Exchange:
         """Return every rank's integers, by rank; all ranks must pass equally many."""
         if self._group is None:
             return [list(values)]
-        own = torch.tensor(list(values), dtype=torch.int64)
-        return [tensor.tolist() for tensor in self.gather_tensor(own)]
+        return [tensor.tolist() for tensor in self.gather_tensor(torch.tensor(list(values), dtype=torch.int64))]
 
     def gather_tensor(self, own: torch.Tensor) -> list[torch.Tensor]:
         """Return every rank's CPU tensor, by rank; shapes and dtypes must agree."""
@@ -203,8 +202,7 @@ class Exchange:
         brought = packed([ROUTE.pack(to, self.rank) + encode(value) for to, value in messages])
         if _limited(brought) is _TOO_LARGE:
             brought = packed([ROUTE.pack(to, self.rank) + _TOO_LARGE for to in range(self.world_size)])
-        rows = self._take(routing, brought)
-        return [(ROUTE.unpack_from(row)[1], _decoded(row[ROUTE.size :])) for row in rows]
+        return [(ROUTE.unpack_from(row)[1], _decoded(row[ROUTE.size :])) for row in self._take(routing, brought)]
 
     def _take(self, exchange: Callable[[int, int, bytes], Steps[T]], said: bytes) -> T:
         """Take this rank's steps of an exchange, to which `said` is brought, and return the result."""
@@ -471,8 +469,7 @@ def own_versions() -> dict[str, str]:
 
 def agreed_versions(exchange: Exchange) -> dict[str, str]:
     """Return the releases of rank 0, for all markers; a rank with others is named in a warning. Collective."""
-    own = own_versions()
-    said = exchange.gather_values(own)
+    said = exchange.gather_values(own_versions())
     agreed = said[0]
     assert isinstance(agreed, dict)
     others = {rank: each for rank, each in enumerate(said) if each != agreed}

@@ -243,8 +243,7 @@ def checkpoint_of(variant: Variant, url: str, **more: Any) -> Callback | None:
         "partial": PartialExpertCheckpoint,
         "selective": SelectiveExpertCheckpoint,
     }
-    steps = {"every_n_steps": every} if every else {}
-    return policies[system](url, **steps, **shared) if system in policies else None
+    return policies[system](url, **{"every_n_steps": every} if every else {}, **shared) if system in policies else None
 
 
 def shared_arguments(*, memory_only: bool) -> dict[str, Any]:

@@ -227,8 +227,7 @@ class DataRecord:
         early = {} if "training" in self.loads else {"training": _BEGUN["training"]}
         for name, entry in (early | self.loads).items():
             if entry["begun"] is not None:
-                iterate = self._start["between_epochs"]
-                _positions.ask_for_loaders(self._trainer, name, entry["begun"], iterate=iterate)
+                _positions.ask_for_loaders(self._trainer, name, entry["begun"], iterate=self._start["between_epochs"])
         self._owners.restore_owners(self._start)
 
     def load_again(self) -> None:

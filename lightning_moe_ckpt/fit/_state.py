@@ -468,8 +468,7 @@ class LayerState:
         self._graphs = [place for layer in layers for place in layer.graphs]
         own = nn.Module.get_extra_state
         self._modules = {fqn: each for fqn, each in module.named_modules() if type(each).get_extra_state is not own}
-        taken = self.take()
-        require_storable({f"layer `{fqn}`, {what}": v for what, s in taken.items() for fqn, v in s.items()})
+        require_storable({f"layer `{fqn}`, {what}": v for what, s in self.take().items() for fqn, v in s.items()})
 
     @property
     def attributes(self) -> set[tuple[str, str]]:

@@ -289,8 +289,7 @@ def _distinct(records: Iterable[Replicas]) -> list[Replicas]:
     found: dict[tuple[object, ...], Replicas] = {}
     for each in records:
         if each.record.numel:
-            known = found.setdefault(identity_of(each.record), Replicas(each.record))
-            known.places += each.places
+            found.setdefault(identity_of(each.record), Replicas(each.record)).places += each.places
     return list(found.values())
 
 

@@ -120,13 +120,11 @@ class _Place:
         return f"{self.prefix}{name}"
 
     def listed(self, name: str) -> list[str]:
-        prefix = self.key(name)
-        return [entry.key.removeprefix(self.prefix) for entry in self.backend.list(prefix)]
+        return [entry.key.removeprefix(self.prefix) for entry in self.backend.list(self.key(name))]
 
     def remove_stale(self) -> None:
         """Remove a killed examination's objects; a current examination's objects are younger."""
-        stale = [entry.key for entry in self.backend.list(PREFIX) if _age(entry.key) > _STALE_SECONDS]
-        self._remove(stale)
+        self._remove([entry.key for entry in self.backend.list(PREFIX) if _age(entry.key) > _STALE_SECONDS])
 
     def clean_up(self) -> None:
         self.backend.sweep(self.prefix)

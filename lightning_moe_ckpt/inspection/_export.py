@@ -134,8 +134,7 @@ class _Job:
         """Write the chosen format. Raises `Corrupt` if bytes needed for it are damaged."""
         done = Export(step=self.commit.generation.step, incarnation=self.commit.generation.incarnation, format=chosen)
         of = {"safetensors": self.safetensors, "ckpt": self.checkpoint, "dcp": self.dcp, "huggingface": self.folder}
-        files = of[chosen](done)
-        done.files = {str(path): path.stat().st_size for path in files}
+        done.files = {str(path): path.stat().st_size for path in of[chosen](done)}
         done.notes += [*_age_note(self.commit, self.tensors), *self.tensors.notes]
         return done
 
@@ -384,8 +383,7 @@ class LightningCheckpoint:
         }
         for optimizer in entries.get("optimizer_states", ()):
             settings = [{key: group[key] for key in group if key != "params"} for group in optimizer["param_groups"]]
-            start = {"param_groups": settings, "trained": {"added": []}}
-            whole["optimizer_states"] = [self._optimizer(start)]
+            whole["optimizer_states"] = [self._optimizer({"param_groups": settings, "trained": {"added": []}})]
         training = {"optimizer_states", "lr_schedulers", "callbacks"} if weights_only else set[str]()
         return {key: each for key, each in whole.items() if key not in training}
 

@@ -152,8 +152,7 @@ def _fields(foreign: Foreign, fqn: str, first: int, last: int) -> Iterator[_Fiel
 
 def _journal(foreign: Foreign) -> _Field:
     optimizers = {"optimizer_states": [{"param_groups": foreign.groups}]} if foreign.groups else {}
-    start = {IMPORTED: {**foreign.entries, **optimizers}}
-    journal = {"start": start, "outcome": {"step": foreign.step, "losses": []}}
+    journal = {"start": {IMPORTED: {**foreign.entries, **optimizers}}, "outcome": {"step": foreign.step, "losses": []}}
     payload = torch.frombuffer(bytearray(encode_journal(journal, 2**62)), dtype=torch.uint8)
     return _record(JOURNAL, "", JOURNAL, "", (torch.uint8, (len(payload),)), 0, len(payload)), payload.detach
 

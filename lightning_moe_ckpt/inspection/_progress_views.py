@@ -265,8 +265,7 @@ def _figures(found: RunProgress) -> Table:
     for name, value in figures(found).items():
         grid.add_row(name, value)
     if found.step is not None and found.last_step:
-        done = min(found.step, found.last_step)
-        grid.add_row("", ProgressBar(total=found.last_step, completed=done, width=50))
+        grid.add_row("", ProgressBar(total=found.last_step, completed=min(found.step, found.last_step), width=50))
     return grid
 
 

@@ -225,8 +225,7 @@ def _tables(
 ) -> list[RenderableType]:
     if not found:
         return [f"nothing of lightning_moe_ckpt is in {directory}"]
-    last = "fate" if clear else "owner"
-    titles = ("run", "rank", "what", "step", "size", "age", "held by", last)
+    titles = ("run", "rank", "what", "step", "size", "age", "held by", ("fate" if clear else "owner"))
     table = plain_table(*titles, right=("rank", "step", "size", "age"), wraps="held by")
     for each in found:
         run = each.tag[:8] or Path(each.path).name.removeprefix(_PREFIX)
@@ -382,8 +381,7 @@ class Flush:
 
     def _is_link(self, version: Version) -> bool:
         """Return whether a version is a difference to the step before."""
-        copy = next(iter(self._parts[version].values()))[0]
-        return is_differential(self._memory.read_marker(copy).policy)
+        return is_differential(self._memory.read_marker(next(iter(self._parts[version].values()))[0]).policy)
 
     def _chain(self, version: Version) -> list[Version]:
         """Return the versions from a full state, or from behind the newest commit, up to this version, oldest first."""

@@ -318,8 +318,7 @@ def _gaps(fqn: str, key: str, pieces: Sequence[_Piece], numel: int) -> Iterator[
     """Report elements that no rank wrote, or a rank twice. Ranks that number their own experts write the same names."""
     name, end = fqn if key == PARAM else f"{fqn}/{key}", 0
     if any(record.box for _, record in pieces):
-        distinct = {identity_of(record): record for _, record in pieces}
-        yield from _gaps_between_boxes(name, [*distinct.values()])
+        yield from _gaps_between_boxes(name, [*{identity_of(record): record for _, record in pieces}.values()])
         return
     places = [(record.global_start, record.global_start + record.numel, rank) for rank, record in pieces]
     for start, stop, _ in sorted(places):

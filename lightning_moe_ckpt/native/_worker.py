@@ -123,8 +123,7 @@ class CompiledEngine(CopyEngine):
     @override
     def submit(self, copies: Sequence[Copy] | CopyList) -> Ticket:
         try:
-            planned = copies if isinstance(copies, PlannedCopies) else self._check(_pairs(copies))
-            self._newest = self._submit(planned)
+            self._newest = self._submit(copies if isinstance(copies, PlannedCopies) else self._check(_pairs(copies)))
         except (ValueError, RuntimeError) as error:
             return FailedTicket(len(copies), error)
         return self._newest

@@ -332,8 +332,7 @@ class _Trial:
         memo: dict[int, Any] = {id(param): _clone(param) for param in self.params}
         values = [value for state in self.optimizer.state.values() for value in state.values()]
         memo |= {id(value): copied_state(value) for value in values if is_wrapper(value)}
-        params = [memo[id(param)] for param in self.params]
-        again = _Trial(twin_of(self.optimizer, memo), params, self.kinds)
+        again = _Trial(twin_of(self.optimizer, memo), [memo[id(param)] for param in self.params], self.kinds)
         again._steps(steps)
         return again.shown()
 

@@ -120,8 +120,7 @@ def _describe(module: nn.Module, fqn: str, child: nn.Module, index: ParameterInd
 
 def _may_shard(block: nn.Module) -> bool:
     """Whether a block's library, or the user's adapter, may place experts on other ranks."""
-    known = find_adapter(block)
-    return known is not None and not type(block).__module__.startswith("transformers.")
+    return find_adapter(block) is not None and not type(block).__module__.startswith("transformers.")
 
 
 def _say_whole(what: str) -> None:

@@ -392,8 +392,7 @@ class OperatorSet:
         kept = [op for op in cut if op.slices]
         for fqn in thawed:
             piece = max((s for op in whole for s in op.slices if s.fqn == fqn), key=lambda s: s.stop)
-            alone = replace(piece, start=0, global_start=0)
-            kept.append(Operator(name=f"{fqn}/thawed", kind="dense", slices=(alone,)))
+            kept.append(Operator(name=f"{fqn}/thawed", kind="dense", slices=(replace(piece, start=0, global_start=0),)))
         training = {op.layer for op in kept if op.expert_idx is not None}
         return replace(
             whole,

@@ -395,8 +395,7 @@ class MixedWatch(StateWatch):
         )
 
     def _now(self) -> list[Any]:
-        own = map(opened, self._own) if self._wrappers else self._own
-        return list(chain.from_iterable(map(_VALUES, own)))
+        return list(chain.from_iterable(map(_VALUES, map(opened, self._own) if self._wrappers else self._own)))
 
 
 def groups_state(optimizer: Optimizer) -> list[dict[str, object]]:

@@ -210,8 +210,7 @@ def _sgd(group: Group, param: Tensor, _default: torch.dtype) -> tuple[StateEntry
 
     Before the first step there is no buffer. That differs from a zero buffer: the first step ignores dampening.
     """
-    momentum = StateEntry("momentum_buffer", param.dtype, per_element=True)
-    return (momentum,) if group.get("momentum", 0) != 0 else ()
+    return (StateEntry("momentum_buffer", param.dtype, per_element=True),) if group.get("momentum", 0) != 0 else ()
 
 
 class _Known(NamedTuple):

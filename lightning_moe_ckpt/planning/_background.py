@@ -140,8 +140,7 @@ class PlanMaker:
 
     def differential(self, layout: WindowLayout) -> WindowLayout:
         """Return the layout of differences from one boundary to the next, cut like the states of `layout`."""
-        plan = Plan.of_everything(layout.record.plan.names, RecordKind.DELTA)
-        return self.lay_out(replace(layout.record, plan=plan))
+        return self.lay_out(replace(layout.record, plan=Plan.of_everything(layout.record.plan.names, RecordKind.DELTA)))
 
     def enlarged(self, layout: WindowLayout, journal_nbytes: int) -> WindowLayout:
         """Return a plan with room for a larger journal, and enlarge the following plan."""
@@ -162,8 +161,7 @@ class PlanMaker:
         room = RingRoom(steps=layout.room, generations=generations, experts=experts)
         if (chains := self._policy.chains) is None:
             return room
-        links = SlotClass(self.differential(layout).slot_nbytes, chains.links_kept(generations))
-        return replace(room, links=links)
+        return replace(room, links=SlotClass(self.differential(layout).slot_nbytes, chains.links_kept(generations)))
 
     def mirror(self, mirroring: Mirroring) -> float:
         """Capture state for other ranks too; return this rank's own share of the bytes to memory."""

@@ -203,8 +203,7 @@ class Planner:
         """Go on from the journal at the boundary this incarnation starts from; call after `adopt`."""
         self._ledger.restore(outcome)
         if (state := outcome.get("popularity")) is not None:
-            in_force = None if self._current is None else self._current.record.popularity
-            self._replan(self.order.restore(state, in_force))
+            self._replan(self.order.restore(state, None if self._current is None else self._current.record.popularity))
 
     @property
     def bad_copies(self) -> BadCopies:

@@ -168,8 +168,7 @@ class PartialPolicy(ExpertPolicy):
         """Return the policy with the K in force after faults; memory keeps the K that its ring was made for."""
         ledger, snapshot_k = inputs.ledger, self.snapshot_k
         if snapshot_k == "auto":
-            nbytes = (inputs.made_for or inputs.budgets).get(MEMORY, 0)
-            snapshot_k = largest_k(inputs.layouts, nbytes, least=self.k)
+            snapshot_k = largest_k(inputs.layouts, (inputs.made_for or inputs.budgets).get(MEMORY, 0), least=self.k)
         if ledger is None or ledger.k is None:
             return replace(self, snapshot_k=snapshot_k)
         return replace(self, k=ledger.k, snapshot_k=max(snapshot_k or 0, ledger.k, ledger.memory_k or 0))
@@ -200,8 +199,7 @@ class PartialPolicy(ExpertPolicy):
     @override
     def config(self) -> dict[str, Any]:
         """Return what identifies the policy, without the period, which does not change a generation's contents."""
-        names = ("kind", "k", "snapshot_k", "order")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("kind", "k", "snapshot_k", "order")}
 
     @override
     def after_restart(self, ledger: TokenLedger, lost_E: Tensor | None) -> TokenLedger:

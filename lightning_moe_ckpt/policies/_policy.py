@@ -272,8 +272,7 @@ class ExpertPolicy(PeriodicPolicy):
 
     @override
     def plan(self, inputs: PlanInputs) -> Plan:
-        selection = self.in_force(inputs).select(inputs.index, inputs.tables, inputs.budgets)
-        return selection.plan(inputs.operators)
+        return self.in_force(inputs).select(inputs.index, inputs.tables, inputs.budgets).plan(inputs.operators)
 
     @override
     def generations_kept(self, inputs: PlanInputs) -> int:

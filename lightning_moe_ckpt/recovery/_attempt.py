@@ -271,8 +271,7 @@ class RestoreAttempt:
         self._transfer.fill([sample] * is_far, "")
         seconds, whole = time.perf_counter() - began, sum(each.nbytes for each in marker.segments)
         row = [float("inf") if sample.lost else seconds, whole * is_far, record.nbytes * is_far, marker.unix_time]
-        said = self._transport.gather_values(row)
-        seconds, whole, sampled, begin = map(max, zip(*said, strict=True))
+        seconds, whole, sampled, begin = map(max, zip(*self._transport.gather_values(row), strict=True))
         return (seconds * whole / sampled if sampled else 0.0), begin
 
     def _extracted(self, generation: GenerationId, replicas: Replicas, extract: Callable[[memoryview], T]) -> T | None:

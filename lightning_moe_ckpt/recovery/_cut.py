@@ -65,8 +65,7 @@ class HeldRecord:
     def boxes(self) -> Iterator[tuple[int, Bounds]]:
         """Boxes of the record, each with its first element in the record."""
         boxes = list(self.record.boxes())
-        starts = accumulate((math.prod(size) for _, size in boxes), initial=0)
-        return zip(starts, boxes, strict=False)
+        return zip(accumulate((math.prod(size) for _, size in boxes), initial=0), boxes, strict=False)
 
     def view(self, buffers: Sequence[Tensor], start: int, size: Sequence[int]) -> Tensor:
         """Return a box's elements, as integers, without a copy."""

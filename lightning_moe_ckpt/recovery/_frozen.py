@@ -137,8 +137,7 @@ class Frozen:
 
     def drop_gradients(self) -> None:
         """Take frozen parameters' gradients away; call right before the optimizer steps."""
-        passive = map(stepped_of, self._passive)
-        self._dropped = [(param, param.grad) for param in passive if param.grad is not None]
+        self._dropped = [(param, param.grad) for param in map(stepped_of, self._passive) if param.grad is not None]
         for param, _ in self._dropped:
             param.grad = None
 

@@ -397,8 +397,7 @@ def tokens_behind(attempt: RestoreAttempt, chosen: RestorePlan) -> TokensByGener
 
 def _alive(record: memoryview) -> Tensor:
     """Return the tokens per expert in the live weights of a journal's boundary, int64 `[E]`; empty if none were counted."""
-    journal = decode_journal(torch.frombuffer(bytearray(record), dtype=torch.uint8))
-    stored = journal["outcome"].get("accounting")
+    stored = decode_journal(torch.frombuffer(bytearray(record), dtype=torch.uint8))["outcome"].get("accounting")
     return torch.empty(0, dtype=torch.int64) if stored is None else TokenLedger.from_journal(stored).alive
 
 

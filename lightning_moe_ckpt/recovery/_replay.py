@@ -136,8 +136,7 @@ class Replay:
     @property
     def dense(self) -> bool:
         """Whether every operator is active and the window is over; other pipeline stages may need more of the window."""
-        is_last = self._newest == len(self._layouts) - 1
-        return is_last and len(self._active) == len(self._view.operators.operators)
+        return (self._newest == len(self._layouts) - 1) and len(self._active) == len(self._view.operators.operators)
 
     def outcome(self, step: int) -> Journal:
         """Return the original run's outcome of the optimizer step that ends at boundary `step`."""
@@ -256,8 +255,7 @@ class Replay:
         under_way, parts = self.fetched.pop(self._newest, ([], self._parts(self._newest)))
         while under_way := [*under_way, *islice(parts, 2 - len(under_way))]:
             # This rank's own part, which is here, is loaded while another one comes.
-            first = next((i for i, part in enumerate(under_way) if part.is_own), 0)
-            self._load_part(under_way.pop(first), shared)
+            self._load_part(under_way.pop(next((i for i, part in enumerate(under_way) if part.is_own), 0)), shared)
         for fqn, values in (scalars or {}).items():
             for key, value in values.items():
                 live = self._view.schema.get_state(self._view.params[fqn], key)

@@ -76,8 +76,7 @@ def simulate(
         )
     if failures.trace is None:
         refuse_hopeless(profile, failures.mtbf)
-    mean = failures.mean_seconds(end)
-    run = _Run(profile, system, mean, goal=goal, end=end, seed=seed)
+    run = _Run(profile, system, failures.mean_seconds(end), goal=goal, end=end, seed=seed)
     return run.through(failures, seed, first_start)
 
 

@@ -226,8 +226,7 @@ class Profile:
         sections = {"training": TrainingProfile, "model": ModelProfile, "cluster": ClusterProfile}
         sections |= {"speeds": SpeedProfile, "costs": CostProfile}
         document = _mapping("a profile", said, sections)
-        found = {name: _section(name, kind, document.get(name, {})) for name, kind in sections.items()}
-        return cls(**found)
+        return cls(**{name: _section(name, kind, document.get(name, {})) for name, kind in sections.items()})
 
     def write(self, path: str | Path) -> None:
         """Write the profile as YAML, see `text`."""

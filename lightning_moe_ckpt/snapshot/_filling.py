@@ -440,8 +440,7 @@ class BoundaryCapture:
         `encode_journal`; the journal then stays as it was.
         """
         assert self._local is not None
-        journal = {**self._local.journal, "start": {**self._local.journal["start"], **more}}
-        local = replace(self._local, journal=journal)
+        local = replace(self._local, journal={**self._local.journal, "start": {**self._local.journal["start"], **more}})
         self._writer.write_local(local)
         self._local = local
 

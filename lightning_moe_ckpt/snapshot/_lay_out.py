@@ -85,8 +85,7 @@ def packed_layout(layout: StepLayout, packed: Mapping[str, int]) -> StepLayout:
 
 def dense_layout(view: StateView, groups: ParallelGroups, journal_nbytes: int) -> WindowLayout:
     """Return the layout of one step with everything, whatever the policy: a run's first and last generation."""
-    record = own_dense_plan(view) if view.dense_plan is None else view.dense_plan
-    return lay_out(record, view, groups, journal_nbytes)
+    return lay_out(own_dense_plan(view) if view.dense_plan is None else view.dense_plan, view, groups, journal_nbytes)
 
 
 def own_dense_plan(view: StateView) -> PlanRecord:

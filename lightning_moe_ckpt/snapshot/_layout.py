@@ -127,8 +127,7 @@ class StateView:
 
     def assuming(self, *, averages_consumed: bool) -> StateView:
         """Return a view of the same live state under a plan whose maker did, or did not, run forward on averages."""
-        averages = self.averages.assuming(consumed=averages_consumed)
-        return self._like(self.operators, self.compute_dtypes, averages)
+        return self._like(self.operators, self.compute_dtypes, self.averages.assuming(consumed=averages_consumed))
 
     def _like(self, operators: OperatorSet, compute_dtypes: Mapping[str, torch.dtype], averages: Averages) -> StateView:
         view = StateView(self.module, operators, self.schema, compute_dtypes, averages)

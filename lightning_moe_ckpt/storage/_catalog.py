@@ -218,8 +218,7 @@ def put_constants(backend: Backend, generation: GenerationId, files: Sequence[Se
 def constants_bytes(files: Sequence[SegmentEntry]) -> bytes:
     """Return the description of constants' files."""
     lines = MarkerLines()
-    document = encode(CONSTANTS, _form(lines).body(_Description(tuple(files))))
-    return b"".join([document, *lines.written])
+    return b"".join([encode(CONSTANTS, _form(lines).body(_Description(tuple(files)))), *lines.written])
 
 
 def constants_in(data: bytes, where: str) -> tuple[SegmentEntry, ...]:

@@ -176,8 +176,7 @@ class RankMarker:
     def parts(self) -> list[bytes | memoryview]:
         """Return the bytes of `to_bytes` in parts, without copying parts that generations share."""
         lines = MarkerLines()
-        document = encode("marker", _marker(lines).body(self))
-        parts = [document, *lines.written]
+        parts = [encode("marker", _marker(lines).body(self)), *lines.written]
         if (nbytes := sum(map(len, parts))) > MAX_MARKER_NBYTES:
             raise StorageRefused(
                 f"the marker of {self.generation} would have {nbytes} bytes; {MAX_MARKER_NBYTES} are read back. Plan shorter "
@@ -420,8 +419,7 @@ def _newest(previous: RankMarker) -> list[ReferencedEntry]:
             f"`carry_forward({previous.generation})`: it is a window of {len(previous.steps)} steps; only dense and "
             "partial generations can refer to. Store a dense one first."
         )
-    own = ReferencedEntry(generation=previous.generation, segment=previous.segments[0])
-    return [*previous.referenced, own]
+    return [*previous.referenced, ReferencedEntry(generation=previous.generation, segment=previous.segments[0])]
 
 
 def _only(entries: Iterable[ReferencedEntry], wanted: Callable[[str, GenerationId], bool]) -> Iterator[ReferencedEntry]:

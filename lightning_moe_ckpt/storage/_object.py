@@ -153,8 +153,7 @@ class ObjectBackend:
         return self._call(what, lambda: bytes(memoryview(found.bytes())))
 
     def get_into(self, key: str, out: memoryview) -> None:
-        what = f"get {key} at {self.url}"
-        nbytes = int(self._call(what, lambda: obstore.head(self._store, key))["size"])
+        nbytes = int(self._call(f"get {key} at {self.url}", lambda: obstore.head(self._store, key))["size"])
         if nbytes != out.nbytes:
             raise Corrupt(f"{self.url}/{key}: has {nbytes} bytes, {out.nbytes} were written. Another copy may be good.")
         if nbytes > self._part_nbytes:

@@ -271,8 +271,7 @@ def open_without_retries(
     """Open a backend like `open_backend`, without retries."""
     url = checked_url(url)
     _expect_known(url)
-    factory = _FACTORIES.get(scheme_of(url), _open_fsspec)
-    return factory(url, storage_options or {}, bandwidth)
+    return _FACTORIES.get(scheme_of(url), _open_fsspec)(url, storage_options or {}, bandwidth)
 
 
 def _open_posix(url: str, storage_options: StorageOptions, bandwidth: int | None) -> Backend:

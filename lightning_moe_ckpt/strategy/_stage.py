@@ -350,8 +350,7 @@ class StageLogs:
     def exchanged(self) -> Tensor:
         """Log the values of all stages, and return the batch's loss, on the CPU. Collective over the pipeline."""
         logged = [[name, _mean(values), options] for name, (values, options) in self._logged.items()]
-        own = [_mean(each) for each in (self.losses, self.auxiliary)]
-        row = [*own, logged]
+        row = [*[_mean(each) for each in (self.losses, self.auxiliary)], logged]
         rows: list[Any] = self._upstream.answer("logged", lambda: self._exchange.gather_values(row))
         self._upstream.require_same("what a stage computed and logged", row, rows[self._exchange.rank])
         self.begin()

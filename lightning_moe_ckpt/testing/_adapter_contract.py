@@ -319,8 +319,7 @@ class BlockCalls:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.set_rng_state(rng_state)
             out = self._model.get_submodule(layer.fqn)(*_cloned(args), **_cloned(kwargs))
-        rows = out[0] if isinstance(out, tuple | list) else out
-        return cast("Tensor", rows).flatten(0, -2)
+        return cast("Tensor", out[0] if isinstance(out, tuple | list) else out).flatten(0, -2)
 
 
 class OperatorCopies:

@@ -99,8 +99,7 @@ class PhaseCallback(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
-        first = trainer.global_step != self._micro_step
-        self.micro = 0 if first else self.micro + 1
+        self.micro = 0 if (trainer.global_step != self._micro_step) else self.micro + 1
         self._micro_step = trainer.global_step
         self.batches += 1
         self.reached(trainer, "batch_start")

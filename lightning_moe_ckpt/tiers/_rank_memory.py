@@ -442,8 +442,7 @@ def _origin(path: Path) -> str | None:
         return None
     try:
         with open(descriptor, "rb", closefd=False) as file:
-            page = file.read(RING_HEADER_NBYTES)
-            return read_header(page, file.seek(0, 2), str(path)).origin
+            return read_header(file.read(RING_HEADER_NBYTES), file.seek(0, 2), str(path)).origin
     except Corrupt:
         return None
     finally:

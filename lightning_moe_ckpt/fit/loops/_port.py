@@ -28,8 +28,7 @@ def is_accumulating(trainer: Trainer) -> bool:
 
 def may_validate(trainer: Trainer) -> bool:
     """Return whether a fit has validation data, or this is no fit. Uses `_data_source` of the validation loop."""
-    fits = trainer.state.fn == TrainerFn.FITTING
-    return not fits or trainer.fit_loop.epoch_loop.val_loop._data_source.is_defined()
+    return trainer.state.fn != TrainerFn.FITTING or trainer.fit_loop.epoch_loop.val_loop._data_source.is_defined()
 
 
 def ignored_names(module: LightningModule) -> set[str]:
