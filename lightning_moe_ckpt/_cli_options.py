@@ -285,11 +285,9 @@ _TORCHRUN = [
     option("--signals-to-handle", "Signals passed on to ranks (default: SIGTERM,SIGINT,SIGHUP,SIGQUIT).", "NAME,..."),
     option("--shutdown-timeout", "Seconds from a signal to SIGKILL (default: 30).", "SECONDS"),
 ]
-_WATCHED, _PROGRAMS, _FILTERS = (
-    "what happens to ranks is waited for, not asked for",
-    "ranks are programs of their own",
-    "take `--log-dir` with `--tee` or `--redirects`",
-)
+_WATCHED = "what happens to ranks is waited for, not asked for"
+_PROGRAMS = "ranks are programs of their own"
+_FILTERS = "take `--log-dir` with `--tee` or `--redirects`"
 _NOT_TAKEN = {"--monitor-interval": _WATCHED, "--event-log-handler": _WATCHED, "--start-method": _PROGRAMS}
 _NOT_TAKEN |= {"--run-path": _PROGRAMS, "--logs-specs": _FILTERS}
 """Options of torchrun, and why there is none; any other is simply unknown."""

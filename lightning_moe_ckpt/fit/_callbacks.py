@@ -89,9 +89,7 @@ class Findings:
 
 
 def _finders(trainer: Trainer) -> Iterable[BatchSizeFinder | LearningRateFinder]:
-    return (
-        callback for callback in callbacks_of(trainer) if isinstance(callback, (BatchSizeFinder, LearningRateFinder))
-    )
+    return (each for each in callbacks_of(trainer) if isinstance(each, (BatchSizeFinder, LearningRateFinder)))
 
 
 def averages_of(trainer: Trainer) -> Averages:

@@ -101,10 +101,8 @@ class CheckpointFiles:
             "saved": dict(self._saved),
             "foreign": sorted(self._foreign),
             "callbacks": {
-                checkpoint.state_key: {
-                    name: getattr(checkpoint, name) for name in _UNSAVED if hasattr(checkpoint, name)
-                }
-                for checkpoint in self._model_checkpoints()
+                each.state_key: {name: getattr(each, name) for name in _UNSAVED if hasattr(each, name)}
+                for each in self._model_checkpoints()
             },
         }
 

@@ -211,10 +211,7 @@ def _set_by_library(kind: type) -> frozenset[str]:
         return frozenset()
     codes = [value.__code__ for base in bases for value in vars(base).values() if isinstance(value, types.FunctionType)]
     return frozenset(
-        instruction.argval
-        for code in codes
-        for instruction in dis.get_instructions(code)
-        if instruction.opname == "STORE_ATTR"
+        each.argval for code in codes for each in dis.get_instructions(code) if each.opname == "STORE_ATTR"
     )
 
 

@@ -262,11 +262,9 @@ class Trained:
             self._reducer.pieces.drop_cleared()
         graded = (param.grad is not None for param in self._stepped.values()) if self._may_keep else ()
         kept = {name: self._stepped[name].grad for name in sorted(self._kept)}
-        partial = (
-            {name: sums for name, param in self._stepped.items() if (sums := _partial(param.grad))}
-            if self._may_keep
-            else {}
-        )
+        partial = {}
+        if self._may_keep:
+            partial = {name: sums for name, param in self._stepped.items() if (sums := _partial(param.grad))}
         return {
             "gradients": bytes(graded),
             **(

@@ -182,11 +182,7 @@ def describe(view: RunView, stored: StoredGeneration) -> Row:
         "plan": _plan(commit.policy.get("plan"), str(commit.generation)),
         "kinds": _kinds(markers),
         "operators": _operators(commit.generation, markers),
-        "segments": [
-            _file_row(m.rank, {"step": segment.step}, segment.nbytes, segment)
-            for m in markers
-            for segment in m.segments
-        ],
+        "segments": [_file_row(m.rank, {"step": each.step}, each.nbytes, each) for m in markers for each in m.segments],
         "referenced": [
             _file_row(m.rank, _place(entry.generation), sum(r.nbytes for r in entry.segment.records), entry.segment)
             for m in markers

@@ -191,9 +191,7 @@ def _read_referenced(readings: Sequence[_Reading], files: _Files, view: RunView)
 
 def _named(marker: RankMarker, view: RunView) -> list[tuple[str, ReferencedEntry]]:
     """Return a marker's entries in older files that must exist, each with the reason."""
-    spares = [
-        spare for spare in marker.spares if view.history is None or view.history.why_dead(spare.generation) is None
-    ]
+    spares = [each for each in marker.spares if view.history is None or view.history.why_dead(each.generation) is None]
     return [*(("needs", entry) for entry in marker.referenced), *(("has older copies in", spare) for spare in spares)]
 
 
@@ -255,9 +253,7 @@ class _Files:
 
 def _was_retired(view: RunView, stored: StoredGeneration) -> bool:
     """Return whether the run, which may go on meanwhile, deleted the generation; it deletes the manifest first."""
-    return not any(
-        generation.committed for generation in view.generations() if generation.generation == stored.generation
-    )
+    return not any(each.committed for each in view.generations() if each.generation == stored.generation)
 
 
 def _read_marker(view: RunView, commit: Commit, rank: int) -> RankMarker:

@@ -290,11 +290,9 @@ def check_copies(engine: CopyEngine, on_device: Memory, host: Memory) -> None:
 
 
 def _check_direction(engine: CopyEngine, where: str, source: Memory, target: Memory) -> None:
-    source_U8, target_U8, given_U8 = (
-        source(CHECKED_NBYTES),
-        target(CHECKED_NBYTES),
-        torch.zeros(CHECKED_NBYTES, dtype=torch.uint8),
-    )
+    source_U8 = source(CHECKED_NBYTES)
+    target_U8 = target(CHECKED_NBYTES)
+    given_U8 = torch.zeros(CHECKED_NBYTES, dtype=torch.uint8)
     expected_U8 = torch.full_like(given_U8, _UNTOUCHED)
     for index, (given, expected) in enumerate(zip(_views(given_U8, "src"), _views(expected_U8, "dst"), strict=True)):
         expected.copy_(given.copy_(_values(index, given.numel(), given.dtype).view_as(given)))

@@ -172,9 +172,7 @@ class CountProbe:
 
         Of several ranks, `total` sums an int64 vector on the CPU over all, and is called once on each.
         """
-        seen = (
-            torch.cat([probe.take() for probe in self._layers]) if self._layers else torch.zeros(0, dtype=torch.int64)
-        )
+        seen = torch.cat([each.take() for each in self._layers]) if self._layers else torch.zeros(0, dtype=torch.int64)
         totals = seen if total is None else total(seen)
         self._steps += 1
         failures, start = [], 0
@@ -294,10 +292,8 @@ class _LayerProbe:
         if tokens and not counted + dropped:
             return f"{tokens} tokens passed and none was counted"
         top_k = self.layer.top_k or self._counts.top_k
-        routed, drops_known = (
-            counted + dropped,
-            isinstance(self.layer.count, IndexTap) or self.layer.dropped is not None,
-        )
+        routed = counted + dropped
+        drops_known = isinstance(self.layer.count, IndexTap) or self.layer.dropped is not None
         most = tokens * (top_k or self.layer.num_experts)
         if routed > most or (drops_known and (routed != most if top_k else routed % max(tokens, 1))):
             how = f"{tokens} tokens with top-{top_k}" if top_k else f"{tokens} tokens"

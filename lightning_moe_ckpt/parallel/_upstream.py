@@ -340,10 +340,7 @@ class UpstreamLog:
         for passed in [answer for answer in answers if answer[0] == _MAY_BE_PASSED]:
             self._keep(passed)
         left = [answer[0] for answer in answers if answer[0] != _MAY_BE_PASSED]
-        rest = [
-            *left,
-            *(name for waiting in (self._from.inputs, self._from.outputs) for name in waiting if waiting[name]),
-        ]
+        rest = [*left, *(name for each in (self._from.inputs, self._from.outputs) for name in each if each[name])]
         if rest:
             self._note(f"of a step {', '.join(map(str, rest))} did not come again")
 

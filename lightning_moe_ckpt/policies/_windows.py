@@ -411,10 +411,7 @@ def _layer(layer: MoELayerSpec, counts_E: list[float], ep_size: int) -> _Layer:
     by_popularity = [sorted(range(r * each, (r + 1) * each), key=lambda e: (counts_E[e], e)) for r in range(parts)]
     turns = [_in_turns(row, layer.owners) for row in by_popularity]
     # One turn's positions come together, else one step would hold all experts of an owner.
-    sums = [
-        [sum(counts_E[row[k]] for row in columns) for k in range(len(columns[0]))]
-        for columns in zip(*turns, strict=True)
-    ]
+    sums = [[sum(counts_E[row[k]] for row in each) for k in range(len(each[0]))] for each in zip(*turns, strict=True)]
     totals = accumulate((sum(turn) for turn in sums), max) if layer.owners else iter(())
     keys = [key for turn in sums for key in ([next(totals)] * len(turn) if layer.owners else turn)]
     rows = [[expert for turn in row for expert in turn] for row in turns]

@@ -406,10 +406,7 @@ class RestoreAttempt:
         assemblies: dict[str, Assembly] = {}
         for step, layout, buffer in zip(steps, layouts, buffers, strict=True):
             layout.write_header(buffer)
-            held = {
-                **self._index.step(base, step),
-                **{n: r for records in experts.values() for n, r in records.items()},
-            }
+            held = {**self._index.step(base, step), **{n: r for each in experts.values() for n, r in each.items()}}
             wanted: dict[str, list[Wanted]] = {"": [], **{expert: [] for expert in experts}}
             for name, span in layout.spans.items():
                 if (replicas := held.get(name)) is None or not _fits(replicas, span):

@@ -142,11 +142,8 @@ class Recut:
             record = PlanRecord.from_json(str(policy["plan"]))
         kept = _kept_constants(record, view, job.groups, self._exchange)
         view.operators = view.operators.without(kept, record.thawed if _is_sparse(record) else ())
-        brought = (
-            self._bring_chains(markers)
-            if is_differential(policy)
-            else self._bring_records(markers, view, record.constants)
-        )
+        chained = is_differential(policy)
+        brought = self._bring_chains(markers) if chained else self._bring_records(markers, view, record.constants)
         if brought is None:
             return None
         chosen, reached = brought.chosen, brought.reached

@@ -238,10 +238,8 @@ class _Run:
         self._throw_away(self.reached - self.done)
         wanted, tokens = self.profile.training.steps, self.profile.training.tokens or 1
         finish = self.now if self.done >= self.goal else wanted * self.now / self.done if wanted and self.done else None
-        parts, portion = (
-            {name: max(0.0, each) for name, each in self.parts.items()},
-            self.lost / (self.done or math.inf),
-        )
+        parts = {name: max(0.0, each) for name, each in self.parts.items()}
+        portion = self.lost / (self.done or math.inf)
         return Simulated(
             goodput=Goodput(**parts), steps=self.done, failures=self.failures, nbytes=self.nbytes,
             host_memory=self.memory, lost_tokens=self.lost * tokens, lost_portion=portion, finish_seconds=finish,

@@ -322,9 +322,7 @@ class FileLayout:
 
     def mirror(self, writer: int, ranks: Collection[int], *, start: int) -> FileLayout | None:
         """Return the layout of `writer`'s shards in regions with all these ranks, with equal gaps; `None` if there are none."""
-        shards = {
-            region: [shard for shard in self.shards[region] if shard.writer == writer] for region in self.common(ranks)
-        }
+        shards = {each: [shard for shard in self.shards[each] if shard.writer == writer] for each in self.common(ranks)}
         groups = replace(self.groups, rank=writer)
         return FileLayout(shards, self.view, groups, None, start=start) if any(shards.values()) else None
 

@@ -150,11 +150,9 @@ class History:
         if resumed.step < self.watermark:
             return _began_below(after, resumed, nonce)
         # `resumed` may belong to an incarnation whose entry is lost; it began somewhere below `resumed`.
-        lost = (
-            [Cut(resumed.incarnation, _below(resumed.step), resumed.nonce)]
-            if resumed.incarnation > self.last_incarnation
-            else []
-        )
+        lost = []
+        if resumed.incarnation > self.last_incarnation:
+            lost = [Cut(resumed.incarnation, _below(resumed.step), resumed.nonce)]
         cuts = (*self.cuts, *lost, Cut(incarnation, resumed.step, nonce))
         return replace(after, cuts=_deciding(cuts, self.watermark))
 

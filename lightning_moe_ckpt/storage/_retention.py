@@ -225,10 +225,7 @@ class Survey:
     @classmethod
     def take(cls, backend: Backend, history: History, catalog: Catalog) -> Survey:
         """Read the manifest of every generation that the log allows."""
-        read = {
-            generation: _read_restorable(backend, history, catalog[generation])
-            for generation in sorted(catalog, reverse=True)
-        }
+        read = {each: _read_restorable(backend, history, catalog[each]) for each in sorted(catalog, reverse=True)}
         defects = {each: None if isinstance(found, Commit) else found.reason for each, found in read.items()}
         judged = [_complete(found, history, defects) for found in read.values()]
         usable = [found for found in judged if isinstance(found, Commit)]
@@ -250,17 +247,13 @@ class Survey:
     @property
     def offered(self) -> list[Commit]:
         """Generations that a restore may try, newest first."""
-        partly = [
-            skipped.commit for skipped in self.passed_over if skipped.commit is not None and skipped.may_be_restored
-        ]
+        partly = [each.commit for each in self.passed_over if each.commit is not None and each.may_be_restored]
         return sorted([*self.usable, *partly], key=lambda commit: commit.generation, reverse=True)
 
     @property
     def sources(self) -> list[Commit]:
         """Generations that a restore does not try, but may take operators from; newest first."""
-        return [
-            skipped.commit for skipped in self.passed_over if skipped.commit is not None and not skipped.may_be_restored
-        ]
+        return [each.commit for each in self.passed_over if each.commit is not None and not each.may_be_restored]
 
     def give_up(self, history: History, retention: Retention) -> History | None:
         """Return the history after `retention` gave up unneeded generations; `None` if nothing changes."""
@@ -290,9 +283,7 @@ class Survey:
         newest = max((generation for generation in silent if generation in stay), default=None)
         if newest is None or not any(commit.needs for commit in manifests.values()):
             return {}
-        return {
-            manifest: f"may be needed by {newest}, which cannot be read" for manifest in manifests if manifest < newest
-        }
+        return {each: f"may be needed by {newest}, which cannot be read" for each in manifests if each < newest}
 
     def _stays(self, commit: Commit) -> bool:
         """Return whether the generation is there for its own sake, not only for others."""

@@ -218,9 +218,7 @@ def repair_log(backend: Backend, *, dry_run: bool) -> RepairedLog:
             f"{backend.url} has a log that can be read. There is nothing to repair; see `moe-ckpt ls`."
         )
     catalog = read_catalog(backend)
-    commits, mended, left_out = _manifests(
-        backend, [generation for generation in catalog.values() if generation.committed]
-    )
+    commits, mended, left_out = _manifests(backend, [each for each in catalog.values() if each.committed])
     if all(each.lineage is None for each in commits):
         raise NoUsableGeneration(
             f"{backend.url} holds no committed generation that can be read." if catalog else nothing_at(backend.url)

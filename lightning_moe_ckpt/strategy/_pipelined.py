@@ -159,11 +159,9 @@ class PipelinedStrategy(DDPStrategy):
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Take the user's step; with pipeline stages run forward of all micro-batches."""
-        return (
-            super().validation_step(*args, **kwargs)
-            if self.pipeline_parallel == 1
-            else self._stages().evaluate(args[0])
-        )
+        if self.pipeline_parallel == 1:
+            return super().validation_step(*args, **kwargs)
+        return self._stages().evaluate(args[0])
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

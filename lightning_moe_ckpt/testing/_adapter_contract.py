@@ -229,9 +229,7 @@ class AdapterContract:
         counts = counter.read_and_reset().tolist()
         counter.remove()
         starts = operators.count_offsets
-        return {
-            layer.fqn: counts[starts[layer.fqn] : starts[layer.fqn] + layer.num_experts] for layer in operators.layers
-        }
+        return {each.fqn: counts[starts[each.fqn] : starts[each.fqn] + each.num_experts] for each in operators.layers}
 
     def _backward(self, model: nn.Module) -> None:
         for seed in _SEEDS:

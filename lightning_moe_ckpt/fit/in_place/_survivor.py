@@ -319,11 +319,7 @@ def objects_of(trainer: Trainer, module: LightningModule, skip: tuple[type[Callb
     """Return the objects that lead to all state changed by training; call in `on_fit_start`."""
     strategy = trainer.strategy
     return [
-        *(
-            module,
-            datamodule_of(trainer),
-            [callback for callback in callbacks_of(trainer) if not isinstance(callback, skip)],
-        ),
+        *(module, datamodule_of(trainer), [each for each in callbacks_of(trainer) if not isinstance(each, skip)]),
         *(strategy.optimizers, strategy._lightning_optimizers, strategy.lr_scheduler_configs),
         *(trainer.precision_plugin, trainer.fit_loop, trainer._logger_connector, trainer.state),
     ]

@@ -360,9 +360,7 @@ def draws_as_it_goes(loader: Any) -> bool:
     if isinstance(loader.dataset, IterableDataset):
         return loader.num_workers == 0
     samplers = (loader.sampler, loader.batch_sampler)
-    return any(
-        type(sampler).__module__.split(".")[0] not in _KNOWN_SAMPLERS for sampler in samplers if sampler is not None
-    )
+    return any(type(each).__module__.split(".")[0] not in _KNOWN_SAMPLERS for each in samplers if each is not None)
 
 
 def fetches_are_independent(trainer: Trainer) -> bool:

@@ -83,9 +83,7 @@ def know_position(trainer: Trainer) -> bool:
     epoch right. MosaicML's is asked, since its data sets keep their place in shared memory.
     """
     loaders = loaders_of(trainer)
-    asked = [
-        not isinstance(loader, DataLoader) or type(loader).__module__.startswith("streaming.") for loader in loaders
-    ]
+    asked = [not isinstance(each, DataLoader) or type(each).__module__.startswith("streaming.") for each in loaders]
     return all(asked) and all(isinstance(loader, _Stateful) for loader in loaders)
 
 

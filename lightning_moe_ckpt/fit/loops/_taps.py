@@ -302,11 +302,9 @@ class StepOutcome:
         self._seen, self._hooks = None if watched is None else SeenGradients(watched), hooks
         self.ask: Callable[..., Any] = _call if self._seen is None else self._seen.ask
         """Runs a training step, see `SeenGradients.ask`."""
-        noted = (
-            []
-            if self._seen is None or not hooks
-            else [(name, self._seen.run, getattr(self._plugin, name)) for name in _CALLS]
-        )
+        noted = []
+        if self._seen is not None and hooks:
+            noted = [(name, self._seen.run, getattr(self._plugin, name)) for name in _CALLS]
         looks = [tap(self._plugin, name, partial(run, call)) for name, run, call in noted]
         closed = tap_after_closure(self._plugin, self._closed)  # outside of what is watched
         self._undo = tap_clipping(self._plugin, self._clip), by_value, closed, *looks

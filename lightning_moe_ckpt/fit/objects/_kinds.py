@@ -346,10 +346,8 @@ class Stateful(Whole):
         seen = (*space.keys(), *space.values())
         if changed or len(seen) != len(self._space) or not all(map(is_, seen, self._space)):
             self._space, self.parts, changed = seen, [], True
-            self.now, self.why = (
-                {CONTENT: self.now[CONTENT]},
-                {end: self.why[end] for end in self.why if end == CONTENT},
-            )
+            self.now = {CONTENT: self.now[CONTENT]}
+            self.why = {end: self.why[end] for end in self.why if end == CONTENT}
             self._look_at(space, graph)
         return changed
 

@@ -99,11 +99,7 @@ def has_state(value: object) -> bool:
         own = getattr(value, "state_dict", None)
         if not callable(own) or not callable(getattr(value, "load_state_dict", None)):
             return False
-        needed = [
-            parameter
-            for parameter in inspect.signature(own).parameters.values()
-            if parameter.default is parameter.empty
-        ]
+        needed = [each for each in inspect.signature(own).parameters.values() if each.default is each.empty]
     except Exception:  # noqa: BLE001  # a foreign object may raise anything; its attributes are searched then
         return False
     return all(each.kind in {each.VAR_POSITIONAL, each.VAR_KEYWORD} for each in needed)

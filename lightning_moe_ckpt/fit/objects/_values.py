@@ -381,11 +381,9 @@ class Values:
         else:
             places = [read_named(tag, found(args[0]), [self._read(arg, nodes) for arg in args[1:]])]
         if not places:
-            what = (
-                f"`{unnumbered(args[0])}`, which this process has not made"
-                if tag in ("ref", "at")
-                else "what no journal holds"
-            )
+            what = "what no journal holds"
+            if tag in ("ref", "at"):
+                what = f"`{unnumbered(args[0])}`, which this process has not made"
             raise Missing(f"it held {what}")
         return places[0]
 
