@@ -141,9 +141,7 @@ class Exchange:
             failed = reason
         rows = cast("list[list[Any]]", self.gather_values([None if failed is None else str(failed), *said]))
         reasons, said[:] = [row[0] for row in rows], [row[1] for row in rows if row[1:]]
-        told = [
-            f"rank {rank}: {reason}" for rank, reason in zip(self._ranks, reasons, strict=True) if reason is not None
-        ]
+        told = [f"rank {rank}: {why}" for rank, why in zip(self._ranks, reasons, strict=True) if why is not None]
         if told:
             raise error(str(failed) if len(set(reasons)) == 1 else " ".join(told)) from failed
         assert len(said) in {0, len(rows)}, "ranks take part in exchanges of different kinds"
@@ -213,9 +211,7 @@ class Exchange:
     ) -> Callable[[], None]:
         """Begin to send bytes to ranks and to receive bytes from them; not collective, see `recovery.Transport`."""
         incoming = [(torch.frombuffer(view, dtype=torch.uint8), source) for source, view in receives]
-        outgoing = [
-            (torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8), to) for to, view in sends
-        ]
+        outgoing = [(torch.frombuffer(bytearray(v) if v.readonly else v, dtype=torch.uint8), to) for to, v in sends]
         under_way = [(_begin(dist.irecv, tensor, source, self._group), tensor) for tensor, source in incoming]
         under_way += [(_begin(dist.isend, tensor, to, self._group), tensor) for tensor, to in outgoing]
 
@@ -384,9 +380,7 @@ class Neighbours:
     @property
     def speaks(self) -> bool:
         """Whether this rank is the first living rank on its node."""
-        return self._rank == min(
-            (r for r, process in self._processes.items() if not process.is_gone), default=self._rank
-        )
+        return self._rank == min((r for r, each in self._processes.items() if not each.is_gone), default=self._rank)
 
 
 class Segment:

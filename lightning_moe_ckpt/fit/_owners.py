@@ -151,9 +151,7 @@ class MovedAttributes:
         module = self._module
         elsewhere: dict[str, object] = {f"module.{name}": each for name, each in module.named_modules() if name}
         elsewhere |= {f"module.{name}": each for name, each in chain(module.named_parameters(), module.named_buffers())}
-        elsewhere |= {f"optimizer{at}": optimizer for at, optimizer in enumerate(self._trainer.optimizers)} | dict(
-            self._roots()
-        )
+        elsewhere |= {f"optimizer{at}": each for at, each in enumerate(self._trainer.optimizers)} | dict(self._roots())
         (values or self._values).hold(owners, elsewhere, always=self._always)
 
     def _roots(self) -> Iterator[tuple[str, object]]:

@@ -295,11 +295,8 @@ class Settings:
         """Return known causes of other batches from here on, or of other losses in replay, in words; empty if there are none."""
         given = {"batch_size"} if self._resized is not None and not self._settled else set[str]()
         known = {name for name, rule in _RULES.items() if rule.explains == what} - given
-        return ", ".join(
-            f"`{name}` was {_text(was)} and is {_text(now)}"
-            for name, (was, now) in self._differ.items()
-            if name in known
-        )
+        differ = [(name, *both) for name, both in self._differ.items() if name in known]
+        return ", ".join(f"`{name}` was {_text(was)} and is {_text(now)}" for name, was, now in differ)
 
     @property
     def added_callbacks(self) -> tuple[str, ...]:
@@ -380,10 +377,8 @@ class Settings:
             moved = [
                 each for each in now if rates and (each in ("lr", "initial_lr") or repr(now[each]) != repr(own[each]))
             ]
-            was.update(
-                {field: own[field] for field in changed if field in own and field != "lr"}
-                | {field: now[field] for field in moved}
-            )
+            fresh_fields = {field: own[field] for field in changed if field in own and field != "lr"}
+            was.update(fresh_fields | {field: now[field] for field in moved})
         load_groups_state(optimizer, stored)
 
     def _table(self) -> str:

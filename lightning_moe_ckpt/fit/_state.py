@@ -85,11 +85,8 @@ class Extras:
         name = f"`{type(module).__qualname__}.on_save_checkpoint`"
         if name in self._refused or not is_overridden("on_save_checkpoint", module):
             return {}
-        checkpoint: dict[str, Any] = {
-            "state_dict": {},
-            "epoch": module.current_epoch,
-            "global_step": module.global_step,
-        }
+        place = {"epoch": module.current_epoch, "global_step": module.global_step}
+        checkpoint: dict[str, Any] = {"state_dict": {}, **place}
         try:
             module.on_save_checkpoint(checkpoint)
         except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
@@ -262,14 +259,13 @@ class Trained:
             self._reducer.pieces.drop_cleared()
         graded = (param.grad is not None for param in self._stepped.values()) if self._may_keep else ()
         kept = {name: self._stepped[name].grad for name in sorted(self._kept)}
+        copies = {name: _copied_shard(each) for name, each in kept.items() if each is not None}
         partial = {}
         if self._may_keep:
             partial = {name: sums for name, param in self._stepped.items() if (sums := _partial(param.grad))}
         return {
             "gradients": bytes(graded),
-            **(
-                {"kept": {name: _copied_shard(each) for name, each in kept.items() if each is not None}} if kept else {}
-            ),
+            **({"kept": copies} if kept else {}),
             **({"partial": partial} if partial else {}),
             "requires_grad": bytes(map(attrgetter("requires_grad"), self._params.values())),
             "added": [[self._names.get(id(param), "?") for param in group["params"]] for group in added],

@@ -353,10 +353,7 @@ def _names(
     assignments are possible, or none is.
     """
     numbers = [each for group in groups for each in group["params"]]
-    said = [
-        prefix + str(each)
-        for each in chain.from_iterable(group.get("param_names") or group["params"] for group in groups)
-    ]
+    said = [prefix + str(each) for group in groups for each in group.get("param_names") or group["params"]]
     if len(said) == len(numbers) and set(said) <= found.tensors.keys():
         return dict(zip(numbers, said, strict=True))
     known = [

@@ -181,13 +181,10 @@ def _lines(
     alike: dict[int, list[int]] = {}
     for incarnation in axis.incarnations:
         alike.setdefault(incarnation.number % len(_COLOURS), []).append(incarnation.number)
-    for incarnation in axis.incarnations:
-        numbers, samples = alike[incarnation.number % len(_COLOURS)], kept(incarnation.samples)
+    for each in axis.incarnations:
+        numbers, samples = alike[each.number % len(_COLOURS)], kept(each.samples)
         named = ", ".join(map(str, numbers[:_MOST_NAMED])) + ", ..." * (len(numbers) > _MOST_NAMED)
-        marks = {
-            "label": named if incarnation.number == numbers[0] else "",
-            "color": _COLOURS[incarnation.number % len(_COLOURS)],
-        }
+        marks = {"label": named if each.number == numbers[0] else "", "color": _COLOURS[each.number % len(_COLOURS)]}
         axes.plot(axis.times(samples), values(samples), ".-", markersize=3, linewidth=1.2, **marks)
     axes.set_ylabel(what)
     axes.set_ylim(bottom=0)
@@ -291,9 +288,7 @@ def figures(found: RunProgress) -> dict[str, str]:
         said["starts"] = f"{starts}{again}"
     skipped = found.incarnations[-1].figures.get("skipped") if found.incarnations else None
     if isinstance(skipped, dict) and sum(skipped.values()):
-        said["skipped"] = "generations: " + ", ".join(
-            f"{number} by {tier}" for tier, number in skipped.items() if number
-        )
+        said["skipped"] = "generations: " + ", ".join(f"{each} by {tier}" for tier, each in skipped.items() if each)
     if found.incarnations and (slow := found.incarnations[-1].figures.get("slow_ranks")):
         said["slow"] = f"{slow}: the others wait for it"
     stored = sum(generation.nbytes for generation in found.generations)

@@ -69,9 +69,7 @@ def opened(state: State) -> dict[str, Any]:
     """Return a state in which wrappers are replaced by their inner tensors, `key:name` each."""
     made: dict[str, Any] = {}
     for key, value in state.items():
-        made |= (
-            {f"{key}:{name}": tensor for name, tensor in _inner(value).items()} if is_wrapper(value) else {key: value}
-        )
+        made |= {f"{key}:{name}": each for name, each in _inner(value).items()} if is_wrapper(value) else {key: value}
     return made
 
 

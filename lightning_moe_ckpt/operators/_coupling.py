@@ -308,11 +308,8 @@ class _Trial:
     def plain_attributes(self) -> dict[str, Any]:
         """Return copies of the optimizer's attributes that are numbers, texts, tensors, or lists and dicts of such."""
         own = {"state", "param_groups", "defaults"}
-        return {
-            name: copy.deepcopy(value)
-            for name, value in vars(self.optimizer).items()
-            if name not in own and _is_plain(value)
-        }
+        found = vars(self.optimizer).items()
+        return {name: copy.deepcopy(value) for name, value in found if name not in own and _is_plain(value)}
 
     @torch.no_grad()
     def take(self, other: _Trial, names: Collection[str]) -> None:

@@ -360,11 +360,7 @@ class OperatorSet:
         if coupling == "element":
             return self
         sharing = Counter(fqn for op in self for fqn in {piece.fqn for piece in op.slices})
-        whole = {
-            op.layer
-            for op in self
-            if any(sharing[piece.fqn] > 1 and not _is_apart(piece, coupling) for piece in op.slices)
-        }
+        whole = {op.layer for op in self if any(sharing[s.fqn] > 1 and not _is_apart(s, coupling) for s in op.slices)}
         operators: dict[str, Operator] = {}
         for op in self:
             if op.expert_idx is None or op.layer not in whole:
@@ -414,12 +410,8 @@ class OperatorSet:
 
 def identify(operators: Sequence[Operator], layers: Sequence[MoELayerSpec], dtypes: Mapping[str, torch.dtype]) -> str:
     """Compute the digest for `OperatorSet.fingerprint`."""
-    lines = [
-        f"{op.name}|{s.fqn}|{s.global_shape}|{dtypes[s.fqn]}"
-        for op in operators
-        if op.kind != "expert"
-        for s in op.slices
-    ]
+    dense = [op for op in operators if op.kind != "expert"]
+    lines = [f"{op.name}|{s.fqn}|{s.global_shape}|{dtypes[s.fqn]}" for op in dense for s in op.slices]
     for layer in layers:
         experts = {tuple((s.global_shape, str(dtypes[s.fqn])) for s in slices) for slices in layer.experts.values()}
         lines.append(f"{layer.fqn}|{layer.num_experts}|{sorted(experts)}")

@@ -233,10 +233,8 @@ def unpacked(message: bytes) -> list[bytes]:
     """Invert `packed`."""
     number = int.from_bytes(message[:8], "little")
     begin = 8 * (number + 1)
-    return [
-        message[i:j]
-        for i, j in pairwise([begin, *(begin + np.cumsum(np.frombuffer(message, np.int64, number, 8))).tolist()])
-    ]
+    ends = begin + np.cumsum(np.frombuffer(message, np.int64, number, 8))
+    return [message[i:j] for i, j in pairwise([begin, *ends.tolist()])]
 
 
 _current = ParallelGroups()

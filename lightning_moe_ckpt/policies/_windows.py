@@ -335,9 +335,7 @@ def assign_positions(plan: Plan, operators: OperatorSet, counts: Counts, *, by: 
 
 def all_names(operators: OperatorSet) -> list[str]:
     """Return the operator names of all ranks, from this rank's: each rank has as many experts, cut alike."""
-    layers = {
-        layer.fqn: (layer, {expert: k for k, expert in enumerate(layer.local_expert_ids)}) for layer in operators.layers
-    }
+    layers = {layer.fqn: (layer, {e: k for k, e in enumerate(layer.local_expert_ids)}) for layer in operators.layers}
     names: list[str] = []
     for op in operators:
         if op.layer is None or op.expert_idx is None:

@@ -426,10 +426,7 @@ class RestoreAttempt:
         for expert, reason in lost.items():
             self._index.exclude(expert, sources[expert])
             log.error("%s; an older copy of the expert is used", reason)
-        own = [
-            [e, reason, self._all_at(self._index.operator(e, sources[e]).values(), STORAGE)]
-            for e, reason in lost.items()
-        ]
+        own = [[e, why, self._all_at(self._index.operator(e, sources[e]).values(), STORAGE)] for e, why in lost.items()]
         said = self._transport.gather_values(own)
         for rank, rows in enumerate(said):
             for expert, reason, is_stored in rows:

@@ -177,11 +177,8 @@ def _is_state(record: RecordEntry) -> bool:
 def moves(sources: HeldByTensor, targets: HeldByTensor, values: ShardScalars, rank: int) -> Iterator[Move]:
     """Yield all moves from or to a rank, in one order on all ranks; state that does not exist yet is not moved."""
     for key in sorted(targets):
-        there = [
-            each
-            for each in sources.get(key, ())
-            if not (_is_state(each.record) and each.scalar(PRESENT, values) in _ABSENT)
-        ]
+        known = sources.get(key, ())
+        there = [each for each in known if not (_is_state(each.record) and each.scalar(PRESENT, values) in _ABSENT)]
         own = [each for each in there if each.rank == rank]
         for target in targets[key]:
             for source in there if target.rank == rank else own:

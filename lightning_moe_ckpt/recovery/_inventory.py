@@ -257,11 +257,7 @@ class Inventory:
         for reader, memory, item in self.parts.get((version, owner), ()):
             readers.setdefault((memory, item.file, item.whole), []).append(reader)
         own = self.stocks[rank].memory
-        host = [
-            Replica("host", own, file, (rank,), version, owner, whole)
-            for memory, file, whole in readers
-            if memory == own
-        ]
+        host = [Replica("host", own, file, (rank,), version, owner, whole) for of, file, whole in readers if of == own]
         peers = [
             Replica("peer", memory, file, tuple(_rotated(ranks, owner)), version, owner, whole)
             for (memory, file, whole), ranks in readers.items()

@@ -420,9 +420,7 @@ def note_recovery(
         ledger, lost_E = _restore(TokenLedger.from_journal(stored), names, chosen, tokens)
         outcome["accounting"], outcome["lost"] = ledger.to_journal(), lost_E
         lost = dict(zip(names, lost_E.tolist(), strict=True))
-    outcome["bad"] = {
-        name: frozenset(each for each, stored in bad.items() if stored) for name, bad in chosen.bad.items()
-    }
+    outcome["bad"] = {name: frozenset(each for each, here in bad.items() if here) for name, bad in chosen.bad.items()}
     _log_experts(names, chosen, lost)
     _log_cost(generation, chosen, ledger, sum(lost.values()))
 

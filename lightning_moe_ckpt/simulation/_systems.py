@@ -313,10 +313,8 @@ def _differential(
     nbytes, chain = delta * full, delta * full * every / 2
     tiers: dict[str, Any] = {"replicas": replicas, "storage_every": None if stored else 0, "restored": full + chain}
     # A place takes differences if it keeps up with them, storage in batches; else it has bases only.
-    tried = (
-        places_of(profile, [each], steps, **tiers)
-        for each, steps in ((full, every), (nbytes, 1), (nbytes * batch, batch))
-    )
+    kinds = ((full, every), (nbytes, 1), (nbytes * batch, batch))
+    tried = (places_of(profile, [each], steps, **tiers) for each, steps in kinds)
     places = []
     for base, single, batched in zip(*tried, strict=True):
         own, steps = (batched, batch) if base.name == STORED else (single, 1)

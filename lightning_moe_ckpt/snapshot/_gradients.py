@@ -182,11 +182,8 @@ class DifferentialRecorder(_StepRecorder):
         Source: TierCheck (2026), Sec. 3.2. Without error feedback, as there, a gradient's remainder is lost.
         """
         gradients = self._view.consumed
-        own = [
-            shard
-            for shard, forms in layout.durable.table.shards
-            if forms[0][0] == PACKED and shard.slice.fqn in gradients
-        ]
+        table = layout.durable.table
+        own = [shard for shard, forms in table.shards if forms[0][0] == PACKED and shard.slice.fqn in gradients]
         flat = [gradients[shard.slice.fqn].view(-1)[shard.slice.start : shard.slice.stop] for shard in own]
         if self._feeds_back:
             flat = [

@@ -145,9 +145,7 @@ class StateView:
         found: dict[Region, list[OperatorSlice]] = {}
         for holders in dict.fromkeys([operator.holders for operator in operators]):
             region = tuple(groups.ranks(holders))
-            slices = [
-                (operator, each) for operator in operators if operator.holders == holders for each in operator.slices
-            ]
+            slices = [(op, each) for op in operators if op.holders == holders for each in op.slices]
             if not self.boxes:
                 found[region] = slices
                 continue
@@ -392,11 +390,8 @@ class FileLayout:
             e.key == key and e.by_row for e in self.view.schema.entries(param)
         ):
             return shape, size, (0, 1, 1)
-        return (
-            (piece.global_shape[0], *shape[1:]),
-            size,
-            (len(param), max(1, param.numel()), size // max(1, len(param))),
-        )
+        rows = (len(param), max(1, param.numel()), size // max(1, len(param)))
+        return (piece.global_shape[0], *shape[1:]), size, rows
 
     def _local_kinds(self, journal_nbytes: int) -> dict[str, TensorKind]:
         """Return the tensors that only this rank has: buffers, then the journal."""

@@ -325,10 +325,8 @@ def _expect_older_files(marker: RankMarker, entries: Sequence[ReferencedEntry], 
     """Refuse entries that refer to another rank, from this generation or from a later one."""
     for entry in entries:
         key = segment_key(entry.generation, marker.rank, entry.segment.step)
-        older = (
-            entry.generation.step < marker.generation.step
-            and entry.generation.incarnation <= marker.generation.incarnation
-        )
+        of, by = entry.generation, marker.generation
+        older = of.step < by.step and of.incarnation <= by.incarnation
         if entry.segment.key != key or not older:
             raise Corrupt(f"{where}: references {entry.segment.key}, which is not an older file of rank {marker.rank}.")
     if (names := [(entry.generation, entry.segment.step) for entry in entries]) != sorted(set(names)):

@@ -121,11 +121,8 @@ def doomed_generations(
     own = (incarnation, history.nonce)
     ours = [g for g, contents in catalog.items() if (g.incarnation, g.nonce) == own and contents.committed]
     newest_own = max(ours, default=GenerationId(step=-1, incarnation=incarnation))
-    reasons = {
-        g: _why_garbage(g, catalog[g], history, newest_own, run_of)
-        for g in sorted(catalog)
-        if g.incarnation <= incarnation
-    }
+    known = [each for each in sorted(catalog) if each.incarnation <= incarnation]
+    reasons = {each: _why_garbage(each, catalog[each], history, newest_own, run_of) for each in known}
     return {generation: reason for generation, reason in reasons.items() if reason is not None}
 
 

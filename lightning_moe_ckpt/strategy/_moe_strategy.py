@@ -520,9 +520,7 @@ class MoEStrategy(PipelinedStrategy):
 
     @property
     def _sharded_ids(self) -> set[int]:
-        return {
-            id(p) for _, layer in expert_parallel_modules(self._module) for _, p in layer.expert_parallel_parameters()
-        }
+        return {id(p) for _, own in expert_parallel_modules(self._module) for _, p in own.expert_parallel_parameters()}
 
     @classmethod
     @override

@@ -214,11 +214,7 @@ class StageMetrics:
 
     def share(self, module: LightningModule, stage: nn.Module) -> None:
         """Take over the module's present metrics. Undoing an attempt, or a fit, undoes this too."""
-        new = [
-            metric
-            for _, metric in module_metrics(module)
-            if metric.dist_sync_fn is not gather_in_stage and _own(metric) is None
-        ]
+        new = [m for _, m in module_metrics(module) if m.dist_sync_fn is not gather_in_stage and _own(m) is None]
         parts = set(map(id, stage.modules())) if new else set()
         for metric in new:
             if metric.process_group is None and metric.dist_sync_fn is None:

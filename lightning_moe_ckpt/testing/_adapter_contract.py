@@ -256,10 +256,7 @@ class AdapterContract:
 
 
 def _slices(piece: ParamSlice, *gradients: Mapping[str, Tensor | None]) -> list[Tensor | None]:
-    return [
-        None if (found := gradient[piece.fqn]) is None else found.flatten()[piece.start : piece.stop]
-        for gradient in gradients
-    ]
+    return [None if (g := each[piece.fqn]) is None else g.flatten()[piece.start : piece.stop] for each in gradients]
 
 
 _TRIES = 3

@@ -430,9 +430,7 @@ class DeltaChain:
         self._newest, self._sending = sent, None
 
     def _count(self, **more: int) -> None:
-        self.figures = replace(
-            self.figures, **{name: getattr(self.figures, name) + each for name, each in more.items()}
-        )
+        self.figures = replace(self.figures, **{name: getattr(self.figures, name) + n for name, n in more.items()})
 
     def _audited(self, generation: GenerationId, params: float, moments: float) -> None:
         self._count(audits=1)

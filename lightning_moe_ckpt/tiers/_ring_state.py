@@ -377,9 +377,7 @@ class ExpertCopies(RingState):
         """
         while True:
             with self._lock:
-                name = next(
-                    (generation for generation, entry in self._generations.items() if entry.is_free_to_go), None
-                )
+                name = next((each for each, entry in self._generations.items() if entry.is_free_to_go), None)
                 if name is None or self._memory is None:
                     return
                 entry = self._generations[name]
@@ -431,9 +429,7 @@ class ExpertCopies(RingState):
 
     def _replaced(self, _: str, copies: Sequence[Any]) -> list[Any]:
         """Return an expert's copies that complete no other whole generation; the last of `copies` is new."""
-        whole = [
-            generation for generation, entry in self._generations.items() if entry.is_whole and generation != copies[-1]
-        ]
+        whole = [name for name, entry in self._generations.items() if entry.is_whole and name != copies[-1]]
         return [each for each, after in pairwise(copies) if not any(each <= one < after for one in whole)]
 
     def _let_go(

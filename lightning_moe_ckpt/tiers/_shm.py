@@ -381,14 +381,11 @@ def room_nbytes(directory: Path) -> int:
         own = _CONTROL_GROUP.read_text(encoding="ascii").rpartition("::")[2].strip().lstrip("/")
         for group in [_GROUPS / own, *(_GROUPS / own).parents]:
             with contextlib.suppress(OSError, ValueError):  # `max` is no number
-                limit, used = (
-                    int((group / f"memory.{name}").read_text(encoding="ascii")) for name in ("max", "current")
-                )
+                said = ((group / f"memory.{name}").read_text(encoding="ascii") for name in ("max", "current", "stat"))
+                limit, used, facts = said
                 # Pages of files that were read are in use as long as nobody else wants them.
-                cached = re.findall(
-                    r"^inactive_file (\d+)", (group / "memory.stat").read_text(encoding="ascii"), re.MULTILINE
-                )
-                found.append(limit - used + sum(map(int, cached)))
+                cached = re.findall(r"^inactive_file (\d+)", facts, re.MULTILINE)
+                found.append(int(limit) - int(used) + sum(map(int, cached)))
     return min(found)
 
 

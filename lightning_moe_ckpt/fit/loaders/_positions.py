@@ -61,11 +61,8 @@ def _spread(loader: Any) -> dict[str, Any]:
         if type(each) not in known:
             return {"own": f"the {what} `{type(each).__qualname__}`"}
     order = _ORDERS[type(sampler) if getattr(sampler, "shuffle", True) else SequentialSampler]
-    return {
-        "size": described(loader)["batch_size"] or 1,
-        "replicas": getattr(sampler, "num_replicas", 1),
-        "order": order,
-    }
+    spread = {"size": described(loader)["batch_size"] or 1, "replicas": getattr(sampler, "num_replicas", 1)}
+    return {**spread, "order": order}
 
 
 _NONE = (type(None),)

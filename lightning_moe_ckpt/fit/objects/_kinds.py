@@ -469,14 +469,8 @@ def _is_searched(value: Any) -> bool:
 
 def may_make(kind: type, cls: type[Node]) -> bool:
     """Return whether a journal may ask for an object of this class: containers, tensors, arrays, and users' classes."""
-    bases: dict[str, Any] = {
-        "l": (list, deque, bytearray, array),
-        "e": set,
-        "d": dict,
-        "T": Tensor,
-        "A": np.ndarray,
-        "G": GENERATORS,
-    }
+    bases: dict[str, Any] = {"l": (list, deque, bytearray, array), "e": set, "d": dict}
+    bases |= {"T": Tensor, "A": np.ndarray, "G": GENERATORS}
     if (base := bases.get(cls.tag)) is not None:
         return issubclass(kind, base)
     return not is_library(kind) or issubclass(kind, (*SEARCHED, Metric))

@@ -299,11 +299,8 @@ class _OwnLayer(Protocol):
 
 
 _ATTRIBUTES = (
-    "num_experts",
-    "local_expert_ids",
-    "expert_parameters",
-    "router_parameters",
-    "expert_parallel_parameters",
+    *("num_experts", "local_expert_ids"),
+    *("expert_parameters", "router_parameters", "expert_parallel_parameters"),
 )
 
 
