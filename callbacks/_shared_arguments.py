@@ -236,10 +236,8 @@ def spelled_out(init: Init) -> Init:
     """Replace `**shared` in a signature by the shared arguments; an `__init__` gets their docstring."""
     signature = inspect.signature(init)
     own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
-    shared = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS[name], annotation=hint)
-        for name, hint in get_type_hints(CheckpointArguments).items()
-    ]
+    keyword, hints = inspect.Parameter.KEYWORD_ONLY, get_type_hints(CheckpointArguments).items()
+    shared = [inspect.Parameter(name, keyword, default=DEFAULTS[name], annotation=hint) for name, hint in hints]
     init.__signature__ = signature.replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
     init.__doc__ = init.__doc__ or CheckpointArguments.__doc__
     return init

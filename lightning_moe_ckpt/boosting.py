@@ -392,10 +392,8 @@ class BiasRoute(Route):
         """Adjust the term so that experts in debt come nearer to their quota, by the counts of the last step."""
         mean = max(sum(kept_E) / len(self.term), 1.0)
         short_E = [(1 + self._boost) * (kept - extra) - kept for kept, extra in zip(kept_E, extra_E, strict=True)]
-        self.term = [
-            term + _RATE * short / mean if debt else 0.0
-            for term, short, debt in zip(self.term, short_E, debt_E, strict=True)
-        ]
+        rows = zip(self.term, short_E, debt_E, strict=True)
+        self.term = [term + _RATE * short / mean if debt else 0.0 for term, short, debt in rows]
 
     def _routed(self, router: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
         if self._asking or not router.training:

@@ -362,11 +362,8 @@ class Neighbours:
         said = cast("list[list[str]]", exchange.gather_values(own))
         self.hosts = tuple(each[0] for each in said)
         """Host name of each rank."""
-        self._processes = {
-            rank: _Process(each[1], int(each[2]), each[3])
-            for rank, each in enumerate(said)
-            if each[1:] and each[1] == self._own_node
-        }
+        here = {rank: each for rank, each in enumerate(said) if each[1:] and each[1] == self._own_node}
+        self._processes = {rank: _Process(each[1], int(each[2]), each[3]) for rank, each in here.items()}
 
     def gone(self, timeout: float) -> list[int]:
         """Return the ranks of this node whose process has ended, as soon as there are some, or none after `timeout` seconds."""

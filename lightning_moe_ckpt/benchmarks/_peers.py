@@ -239,16 +239,11 @@ class _Row:
 def ranked(figures: Sequence[PeerFigure]) -> list[PeerFigure]:
     """Return the rows; `behind` of ours names the columns worse than the best other system's in the same place."""
     peers = [each for each in figures if each.system != _BASE and not SYSTEMS[each.system].is_ours]
-    return [
-        replace(each, behind=_behind(each, [peer for peer in peers if peer.place == each.place]))
-        if SYSTEMS[each.system].is_ours
-        else each
-        for each in figures
-    ]
+    return [replace(each, behind=_behind(each, peers)) if SYSTEMS[each.system].is_ours else each for each in figures]
 
 
-def _behind(figure: PeerFigure, others: Sequence[PeerFigure]) -> tuple[str, ...]:
-    said = []
+def _behind(figure: PeerFigure, peers: Sequence[PeerFigure]) -> tuple[str, ...]:
+    said, others = [], [peer for peer in peers if peer.place == figure.place]
     for column, worth in _WORTH.items():
         known = {value: each for each in others if (value := worth(each)) is not None}
         if (own := worth(figure)) is not None and known and own > (best := min(known)):

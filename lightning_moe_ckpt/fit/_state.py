@@ -409,10 +409,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def _are_something(gradients: Sequence[Tensor]) -> list[bool]:
     """Return whether each gradient differs from zeros in any bit, as -0.0 does; waits once for a device."""
-    dense = (
-        gradient if gradient.layout is torch.strided else gradient.detach().coalesce().values()
-        for gradient in map(memory_of, gradients)
-    )
+    held = map(memory_of, gradients)
+    dense = (each if each.layout is torch.strided else each.detach().coalesce().values() for each in held)
     counts = [_bits(tensor).count_nonzero() for tensor in dense]
     together = torch.stack([count.to(counts[0].device) for count in counts]) if counts else torch.empty(0)
     return (together > 0).tolist()

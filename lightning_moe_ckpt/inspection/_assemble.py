@@ -138,11 +138,9 @@ class Assembler:
         self._sources = {}
         for name, source in ((name, each) for found in offered for name, row in found.items() for each, _ in row):
             self._sources[name] = max(source, self._sources.get(name, source))
+        chosen = self._sources.items()
         self._full = [
-            replicas
-            for index in self._indexes
-            for name, source in self._sources.items()
-            for replicas in index.operator(name, source).values()
+            each for index in self._indexes for name, of in chosen for each in index.operator(name, of).values()
         ]
         self._parameters = {}
         for each in self._full:

@@ -374,13 +374,9 @@ class LightningCheckpoint:
         self, entries: Mapping[str, Any], tensors: Mapping[str, Tensor], *, weights_only: bool
     ) -> dict[str, Any]:
         """Return the content that was imported; without a loop's progress it is for weights only."""
-        whole = {
-            "epoch": 0,
-            "pytorch-lightning_version": importlib.metadata.version("lightning"),
-            **entries,
-            "global_step": self._commit.generation.step,
-            "state_dict": OrderedDict(tensors),
-        }
+        first = {"epoch": 0, "pytorch-lightning_version": importlib.metadata.version("lightning")}
+        last = {"global_step": self._commit.generation.step, "state_dict": OrderedDict(tensors)}
+        whole = {**first, **entries, **last}
         for optimizer in entries.get("optimizer_states", ()):
             settings = [{key: group[key] for key in group if key != "params"} for group in optimizer["param_groups"]]
             whole["optimizer_states"] = [self._optimizer({"param_groups": settings, "trained": {"added": []}})]

@@ -356,11 +356,8 @@ def _names(
     said = [prefix + str(each) for group in groups for each in group.get("param_names") or group["params"]]
     if len(said) == len(numbers) and set(said) <= found.tensors.keys():
         return dict(zip(numbers, said, strict=True))
-    known = [
-        (name, each.shape)
-        for name, each in found.tensors.items()
-        if each.dtype.is_floating_point and name.rpartition(".")[2] not in _KNOWN_BUFFERS
-    ]
+    floating = [(name, each.shape) for name, each in found.tensors.items() if each.dtype.is_floating_point]
+    known = [each for each in floating if each[0].rpartition(".")[2] not in _KNOWN_BUFFERS]
     shapes = [[_shapes(states.get(each, {})) for each in group["params"]] for group in groups]
     sets = [set(chain.from_iterable(of)) for of in shapes]
     names: dict[Any, str] = {}

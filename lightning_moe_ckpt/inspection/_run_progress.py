@@ -271,11 +271,8 @@ def _rates(newest: Incarnation | None) -> tuple[float | None, float | None]:
 
 
 def _lost(incarnations: Sequence[Incarnation]) -> int:
-    return sum(
-        max(0, (before.reached or 0) - (after.resumed_from or 0))
-        for before, after in pairwise(incarnations)
-        if before.reached is not None
-    )
+    pairs = [(each.reached, after.resumed_from or 0) for each, after in pairwise(incarnations)]
+    return sum(max(0, reached - resumed) for reached, resumed in pairs if reached is not None)
 
 
 def _silence(now: float, incarnations: Sequence[Incarnation], places: Sequence[NewestStep]) -> float | None:

@@ -92,12 +92,8 @@ def answer(*, tag: str | None, clear: bool, force: bool, dry_run: bool) -> Answe
     found = [leftover for leftover in leftovers(directory) if tag in (None, leftover.tag)]
     goes = [each for each in found if clear and (force or not each.why_kept)]
     cleared = [generation for generation in goes if not dry_run and _remove(generation)]
-    document = {
-        "directory": str(directory),
-        "found": [asdict(each) for each in found],
-        "cleared": [each.path for each in cleared],
-        "would_clear": [generation.path for generation in goes] if dry_run else [],
-    }
+    gone = {"cleared": [each.path for each in cleared], "would_clear": [each.path for each in goes] if dry_run else []}
+    document = {"directory": str(directory), "found": [asdict(each) for each in found], **gone}
     failed = 0 if dry_run else len(goes) - len(cleared)
     return Answer(document, lambda: _tables(directory, found, goes, clear=clear, dry_run=dry_run), 2 if failed else 0)
 

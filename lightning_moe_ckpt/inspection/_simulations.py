@@ -201,11 +201,8 @@ def _choices(profile: Profile, found: Sequence[PlannedRun]) -> list[RenderableTy
         "expected goodput": [f"{each.goodput.share:.2%}" for each in found],
     }
     shares = [each.goodput.shares() for each in found]
-    rows |= {
-        f"  {part}": [f"{each[part]:.2%}" for each in shares]
-        for part in PARTS[1:]
-        if any(each[part] >= 5e-5 for each in shares)
-    }
+    lost = [part for part in PARTS[1:] if any(each[part] >= 5e-5 for each in shares)]
+    rows |= {f"  {part}": [f"{each[part]:.2%}" for each in shares] for part in lost}
     if any(each.lost_portion for each in found):
         rows["lost tokens"] = [f"{each.lost_portion:.2%}" if each.lost_portion else "none" for each in found]
     for name, cells in rows.items():

@@ -291,11 +291,8 @@ def disagreements(markers: Sequence[RankMarker], constants: Sequence[SegmentEntr
             if record.kind == "full" and (record.global_shape or record.state_key == PARAM):
                 pieces[record.fqn, record.state_key].append((marker.rank, record))
     numels = {(fqn, key): prod(shape) for (_, fqn, key), each in found.items() for _, shape in each}
-    return [
-        *_few(_unequal(found)),
-        *_few(chain.from_iterable(_gaps(*name, piece, numels[name]) for name, piece in pieces.items())),
-        *_few(_not_stored(markers[0], stored)),
-    ]
+    gaps = chain.from_iterable(_gaps(*name, piece, numels[name]) for name, piece in pieces.items())
+    return [*_few(_unequal(found)), *_few(gaps), *_few(_not_stored(markers[0], stored))]
 
 
 def _tensor_records(marker: RankMarker) -> Iterator[RecordEntry]:

@@ -432,10 +432,8 @@ def _moved(gradient: Tensor | CompressedGradient, device: torch.device) -> Any:
     if isinstance(gradient, QuantizedGradient):
         values, scale, not_finite = (tensor.to(device) for tensor in _tensors(gradient))
         return QuantizedGradient(values, scale, not_finite, gradient.shape)
-    parts = (
-        replace(part, **{name: getattr(part, name).to(device) for name in ("values", "indices", "tiles", "counts")})
-        for part in gradient.parts
-    )
+    names = ("values", "indices", "tiles", "counts")
+    parts = (replace(part, **{name: getattr(part, name).to(device) for name in names}) for part in gradient.parts)
     return SparseGradient(tuple(parts), gradient.shape)
 
 

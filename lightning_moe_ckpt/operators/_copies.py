@@ -165,11 +165,8 @@ class Beyond:
         if not all(each.holds(these) for each, these in zip(alike, rows, strict=True)):
             alike = self._sort(params)
             rows = [each.rows() for each in alike]
-        kept = [
-            (each, these)
-            for each, these in zip(alike, rows, strict=True)
-            if each.names["wrapped"] or list(each.recorded) != each.names["keys"]
-        ]
+        pairs = zip(alike, rows, strict=True)
+        kept = [row for row in pairs if row[0].names["wrapped"] or list(row[0].recorded) != row[0].names["keys"]]
         return [each.take(these) for each, these in kept]
 
     def _sort(self, params: Mapping[str, Tensor]) -> list[_Alike]:

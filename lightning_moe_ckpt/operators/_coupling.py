@@ -227,20 +227,14 @@ class _Trial:
         for group in optimizer.param_groups:
             options, kept = options_of(group), [each for each in group["params"] if every or each.numel()]
             marks = [options + marks_of(each, optimizer.state.get(each) or {}) for each in kept]
-            members.append(
-                [
-                    (Kind(mark, shape(each.shape), each.dtype, each.device), each)
-                    for mark, each in zip(marks, kept, strict=True)
-                ]
-            )
+            pairs = zip(marks, kept, strict=True)
+            members.append([(Kind(mark, shape(each.shape), each.dtype, each.device), each) for mark, each in pairs])
             for kind, param in members[-1]:
                 examples.setdefault(kind, param)
         chosen = {kind: kind for kind in examples} if every else _ends(examples)
         numbers = torch.Generator().manual_seed(0)
-        copies = {
-            kind: [_drawn(kind, examples[kind], numbers) for _ in range(number)]
-            for kind in dict.fromkeys(chosen.values())
-        }
+        kinds = dict.fromkeys(chosen.values())
+        copies = {kind: [_drawn(kind, examples[kind], numbers) for _ in range(number)] for kind in kinds}
         memo: dict[int, Any] = {}
         made: dict[str, dict[str, Any]] = {}
         for group, kept in zip(optimizer.param_groups, members, strict=True):

@@ -390,14 +390,9 @@ class OperatorSet:
             piece = max((s for op in whole for s in op.slices if s.fqn == fqn), key=lambda s: s.stop)
             kept.append(Operator(name=f"{fqn}/thawed", kind="dense", slices=(replace(piece, start=0, global_start=0),)))
         training = {op.layer for op in kept if op.expert_idx is not None}
-        return replace(
-            whole,
-            operators=tuple(kept),
-            layers=tuple(layer for layer in whole.layers if layer.fqn in training),
-            constants=tuple(fqn for fqn in whole.dtypes if fqn in constants),
-            thawed=tuple(thawed),
-            whole=whole,
-        )
+        layers = tuple(layer for layer in whole.layers if layer.fqn in training)
+        fixed = tuple(fqn for fqn in whole.dtypes if fqn in constants)
+        return replace(whole, operators=tuple(kept), layers=layers, constants=fixed, thawed=tuple(thawed), whole=whole)
 
     def fingerprint(self) -> str:
         """Return a digest of names, global shapes and dtypes. Equal on all ranks, at any expert parallelism.

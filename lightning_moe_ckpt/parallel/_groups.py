@@ -124,11 +124,8 @@ class ParallelGroups:
         if self.alike:
             return self.alike
         firsts = range(0, self.world_size, self.stage_size)
-        return [
-            list(range(first + ep_rank, first + self.stage_size, self.ep_size))
-            for first in firsts
-            for ep_rank in range(self.ep_size)
-        ]
+        ranks = range(self.ep_size)
+        return [list(range(first + each, first + self.stage_size, self.ep_size)) for first in firsts for each in ranks]
 
     def group(self, name: GroupName) -> dist.ProcessGroup | None:
         """Return the process group, or `None` in a world of one process."""

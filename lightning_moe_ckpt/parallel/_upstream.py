@@ -97,11 +97,9 @@ class _Given:
 
     def copy(self) -> _Given:
         """Return an independent copy: using one up leaves the other whole."""
-        return _Given(
-            self.answers.copy(),
-            {name: tensor.copy() for name, tensor in self.inputs.items()},
-            {name: output.copy() for name, output in self.outputs.items()},
-        )
+        inputs = {name: tensor.copy() for name, tensor in self.inputs.items()}
+        outputs = {name: output.copy() for name, output in self.outputs.items()}
+        return _Given(self.answers.copy(), inputs, outputs)
 
 
 class UpstreamLog:

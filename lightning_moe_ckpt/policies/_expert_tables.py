@@ -312,12 +312,8 @@ class _Choice:
         full = {position}
         if self._given[position] == self._least:
             full |= {each for each in self._all if self._given[each] > self._least}
-        found = [
-            (self._layers[i][expert], i, expert)
-            for i, taken in enumerate(self.taken)
-            for expert in taken
-            if self._positions[i][expert] in full
-        ]
+        taken = [(i, expert) for i, each in enumerate(self.taken) for expert in each]
+        found = [(self._layers[i][expert], i, expert) for i, expert in taken if self._positions[i][expert] in full]
         for _, i, expert in sorted(found, reverse=True):  # the least urgent first
             yield i, expert, position
 

@@ -276,11 +276,8 @@ class PartialPolicy(ExpertPolicy):
         """Return the `(layer, expert)` about to get too old, as far as layer or position has room."""
         wait, rounds = max(map(self._wait, tables)), max(map(self._round, tables))
         respite = max(0, STARVED * rounds + _SPARE + wait - limit)
-        ages = [
-            (table.due_age(MEMORY, table.age, e, respite), i, e)
-            for i, table in enumerate(tables)
-            for e in range(table.num_experts)
-        ]
+        places = [(i, e) for i, table in enumerate(tables) for e in range(table.num_experts)]
+        ages = [(tables[i].due_age(MEMORY, tables[i].age, e, respite), i, e) for i, e in places]
         groups = defaultdict[tuple[str, int], list[tuple[int, int, int]]](list)
         for age, i, e in sorted(ages, reverse=True):
             groups["layer", i].append((age, i, e))

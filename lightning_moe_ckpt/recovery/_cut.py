@@ -206,12 +206,8 @@ def fill_scalars(
 ) -> None:
     """Give a rank's shards the scalars from stored shards that they overlap: the first with state."""
     rank = wanted[0].rank if wanted else -1
-    params = {
-        (each.at, each.record.name): (each, sources.get(key, ()))
-        for key, pieces in targets.items()
-        for each in pieces
-        if each.rank == rank
-    }
+    own = [(key, each) for key, pieces in targets.items() for each in pieces if each.rank == rank]
+    params = {(each.at, each.record.name): (each, sources.get(key, ())) for key, each in own}
     for piece in wanted:
         record = piece.record
         param, stored = params[piece.at, f"{record.name.rpartition('/')[0]}/{PARAM}"]

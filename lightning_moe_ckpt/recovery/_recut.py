@@ -331,12 +331,9 @@ class Recut:
             return None
         assemblies: list[tuple[str, Assembly]] = []
         for (owner, at), records in groups.items():
-            layout = SegmentLayout.of_columns(
-                [NameColumns.of([each.record.name for each in records])],
-                KindColumns.of([(dtype_of(each.record.dtype), (each.record.numel,)) for each in records]),
-                metadata=SEGMENT_METADATA,
-                header_nbytes=0,
-            )
+            names = NameColumns.of([each.record.name for each in records])
+            kinds = KindColumns.of([(dtype_of(each.record.dtype), (each.record.numel,)) for each in records])
+            layout = SegmentLayout.of_columns([names], kinds, metadata=SEGMENT_METADATA, header_nbytes=0)
             buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
             brought.add(owner, at, buffer, layout)
             wanted: dict[str, list[Wanted]] = {}
@@ -359,10 +356,8 @@ class Recut:
         copy, last = stored(self.version, 0, self._exchange.rank), max(each.at for each in brought.records)
         places = [(record, Place(copy, file, record.offset)) for file in files for record in file.records]
         constants = BroughtRecords(buffers=brought.buffers, places=brought.places, supplied=brought.supplied)
-        constants.share_out(
-            [WrittenRecord(_OF_NONE, last, Replicas(record, [place])) for record, place in places],
-            self._exchange.world_size,
-        )
+        shared = [WrittenRecord(_OF_NONE, last, Replicas(record, [place])) for record, place in places]
+        constants.share_out(shared, self._exchange.world_size)
         if self._read(constants) is None:
             return False
         brought.records += constants.records
@@ -389,14 +384,9 @@ class Recut:
             self._noted.append("what it follows on is not all there")
             return None
         brought = BroughtRecords()
-        brought.share_out(
-            [
-                WrittenRecord(owner, 0, Replicas(record))
-                for owner, links in enumerate(chains)
-                for record in links[base][0].entry.records
-            ],
-            self._exchange.world_size,
-        )
+        found = [(owner, each) for owner, links in enumerate(chains) for each in links[base][0].entry.records]
+        records = [WrittenRecord(owner, 0, Replicas(each)) for owner, each in found]
+        brought.share_out(records, self._exchange.world_size)
         units: dict[int, set[str]] = {}
         for each in brought.read_by(rank):
             units.setdefault(each.owner, {JOURNAL}).add(each.unit[1])
@@ -451,13 +441,9 @@ class Recut:
         """Return the generation's layout as if this job's ranks had taken it; `None` if its window cannot be laid out."""
         view, groups = job.view, job.groups
         owners = buffer_owners(brought, self._exchange.world_size)
-        view.fit_buffers(
-            {
-                each.record.name: (dtype_of(each.record.dtype), each.record.global_shape)
-                for each in brought.records
-                if each.record.kind == BUFFER and owners[each.record.fqn, self._exchange.rank] == each.owner
-            }
-        )
+        buffers = [each for each in brought.records if each.record.kind == BUFFER]
+        own = [each.record for each in buffers if owners[each.record.fqn, self._exchange.rank] == each.owner]
+        view.fit_buffers({each.name: (dtype_of(each.dtype), each.global_shape) for each in own})
         if not _is_sparse(record):
             return dense_layout(view, groups, journal_nbytes)
         facts = {"popularity": [], "budget_nbytes": 0, "split_nbytes": record.split_nbytes, "incomplete": False}

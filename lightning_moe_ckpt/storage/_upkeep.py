@@ -121,11 +121,8 @@ def collect_garbage(
     kept = {} if retention is None else survey.reasons(retention)
     kept |= {generation: f"damaged: {reason}" for generation, reason in survey.damaged.items()}
     needed = spare_for(survey.usable) | needed_by(survey.usable)
-    staying = {
-        g: kept.get(g) or _why_it_stays(catalog[g], history, needed.get(g), run_of)
-        for g in sorted(catalog)
-        if g not in doomed
-    }
+    rest = [each for each in sorted(catalog) if each not in doomed]
+    staying = {g: kept.get(g) or _why_it_stays(catalog[g], history, needed.get(g), run_of) for g in rest}
     return Garbage(
         url=backend.url,
         run_id=history.run_id,

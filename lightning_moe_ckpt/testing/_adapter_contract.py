@@ -324,15 +324,11 @@ class OperatorCopies:
         self._model, self._layers = model, operators.layers
         self._view = StateView(model, operators, schema, {})
         groups = ParallelGroups()
-        self._fields: dict[str, list[Field]] = {
-            op.name: [
-                field
-                for shards in shards_of({op.name: RecordKind.FULL}, self._view, groups).values()
-                for field in self._view.table(shards).fields
-                if field.key != "present"
-            ]
-            for op in operators
+        tables = {op.name: shards_of({op.name: RecordKind.FULL}, self._view, groups).values() for op in operators}
+        fields = {
+            name: [each for own in rows for each in self._view.table(own).fields] for name, rows in tables.items()
         }
+        self._fields = {name: [each for each in own if each.key != "present"] for name, own in fields.items()}
         self._taken = {name: [self._copy(field) for field in fields] for name, fields in self._fields.items()}
         self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         self._extra = {layer.fqn: _cloned(layer.extra.get(model)) for layer in self._layers if layer.extra is not None}

@@ -390,12 +390,8 @@ class LoaderGenerators:
         loaders = loader.flattened if loader is not None else []
         if len(loaders) != len(self._loaders) or not all(map(is_, loaders, self._loaders)):
             self._loaders = list(loaders)
-            self._owners = [
-                (f"loader{index}.{name}", owner)
-                for index, each in enumerate(loaders)
-                for name, owner in _owners(each)
-                if owner is not None
-            ]
+            rows = [(index, *each) for index, loader in enumerate(loaders) for each in _owners(loader)]
+            self._owners = [(f"loader{index}.{name}", owner) for index, name, owner in rows if owner is not None]
         found = {}
         for name, owner in self._owners:
             generator = getattr(owner, "generator", None)

@@ -87,10 +87,8 @@ def know_position(trainer: Trainer) -> bool:
 def epochs_of(trainer: Trainer) -> list[int | None]:
     """Return the epochs told to data sets of other packages, whose attributes are not followed."""
     found = [getattr(loader, "dataset", None) for loader in loaders_of(trainer)]
-    told = [
-        getattr(each, "epoch", None) if hasattr(each, "set_epoch") and is_library(type(each)) else None
-        for each in found
-    ]
+    known = [each if hasattr(each, "set_epoch") and is_library(type(each)) else None for each in found]
+    told = [getattr(each, "epoch", None) for each in known]
     return [epoch if type(epoch) is int else None for epoch in told]
 
 

@@ -405,9 +405,6 @@ def _events_in(folder: Path) -> LineCounts:
         log.warning("without the package tensorboard, %s cannot be read: some rows may appear twice", folder)
         return Counter()
     loader: Callable[[str], Any] = EventFileLoader
-    return Counter(
-        (event.step, value.tag)
-        for path in sorted(folder.glob("events.out.tfevents.*"))
-        for event in loader(str(path)).Load()
-        for value in event.summary.value
-    )
+    paths = sorted(folder.glob("events.out.tfevents.*"))
+    events = (event for path in paths for event in loader(str(path)).Load())
+    return Counter((event.step, value.tag) for event in events for value in event.summary.value)

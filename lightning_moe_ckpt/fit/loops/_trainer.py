@@ -224,11 +224,8 @@ class LoopProgress:
             own.pop("combined_loader", None)
             self._rest[name] = written(own) if own else _NOTHING
         fit_loop = self._trainer.fit_loop
-        settings = (
-            self._trainer.accumulate_grad_batches,
-            fit_loop._last_train_dl_reload_epoch,
-            fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch,
-        )
+        reloads = fit_loop._last_train_dl_reload_epoch, fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch
+        settings = (self._trainer.accumulate_grad_batches, *reloads)
         if not all(map(is_, settings, self._settings)):  # they seldom change
             self._settings = settings
             self._rest["settings"] = written(dict(zip(_SETTINGS, settings, strict=True)))
