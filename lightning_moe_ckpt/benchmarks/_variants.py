@@ -218,9 +218,7 @@ VARIANTS = {each.name: each for each in (Variant("none"), *_POLICIES, *_PEER_VAR
 
 
 def chosen_variants(options: SimpleNamespace) -> list[Variant]:
-    """Return the variants to measure, training without checkpoints first. Raises `ConfigurationError` if `--variants` names an unknown
-    variant.
-    """
+    """Return the variants to measure, no checkpoints first. Raises `ConfigurationError` if `--variants` names an unknown one."""
     names = [name for name in (options.variants or "").split(",") if name not in ("", "none")]
     if unknown := [name for name in names if name not in VARIANTS]:
         raise ConfigurationError(f"`--variants {','.join(unknown)}`: there are {', '.join(VARIANTS)}.")

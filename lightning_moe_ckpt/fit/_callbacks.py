@@ -120,9 +120,7 @@ def averaging_callbacks(trainer: Trainer) -> list[Any]:
 
 
 def show_epoch(trainer: Trainer, num_done: int) -> None:
-    """Let the bar show the epoch in which a run resumes, without its first `num_done` batches: bars learn number and length only at
-    its start.
-    """
+    """Let the bar show the epoch of a resume without its first `num_done` batches: bars learn number and length only at its start."""
     bar, module = trainer.progress_bar_callback, trainer.lightning_module
     if isinstance(bar, (TQDMProgressBar, RichProgressBar)):
         # Lightning counts only the remaining steps if `max_steps` ends the epoch.

@@ -44,8 +44,7 @@ class Check:
 
     name: str
     state: Observation
-    """`good`; `weaker`: works with less protection; `broken`: checkpoints there are not safe; `unknown`: cannot be
-    found out from here."""
+    """`good`; `weaker`: works with less protection; `broken`: checkpoints there are not safe; `unknown`: cannot be found out from here."""
     found: str
 
 

@@ -85,9 +85,7 @@ class Leftover:
 
 
 def answer(*, tag: str | None, clear: bool, force: bool, dry_run: bool) -> Answer:
-    """List, and clear if asked to, the files in this node's shared memory, for the run `tag` or all; `force` also removes files
-    held by a process.
-    """
+    """List, and clear if asked to, this node's shared memory of the run `tag` or of all; `force` also removes files held by a process."""
     directory = shared_directory()
     found = [leftover for leftover in leftovers(directory) if tag in (None, leftover.tag)]
     goes = [each for each in found if clear and (force or not each.why_kept)]

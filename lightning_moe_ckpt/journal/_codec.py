@@ -88,9 +88,7 @@ def encode(value: object, on_host: Mapping[int, Tensor] | None = None) -> bytes:
 
 
 def decode(data: bytes | bytearray | memoryview) -> Any:
-    """Decode a value; its tensors are on the CPU, in memory of their own. Raises `Corrupt` if `data` is not, byte for byte, a result of
-    `encode`.
-    """
+    """Decode a value, with tensors on the CPU in memory of their own. Raises `Corrupt` unless `data` is exactly a result of `encode`."""
     view = memoryview(data).cast("B")
     decoder = _Decoder(view)
     try:

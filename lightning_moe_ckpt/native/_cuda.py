@@ -294,9 +294,7 @@ class CompiledCudaEngine(CompiledEngine):
     # -- private
 
     def _plan(self, planned: PlannedCopies | PlannedTable, slices: Slices, arrangement: Arrangement) -> None:
-        """Arrange the slices as `planned.plan`. If there is no memory for packing, log it once and leave the plan out: torch
-        copies.
-        """
+        """Arrange the slices as `planned.plan`. If there is no memory for packing, log it once and leave the plan out: torch copies."""
         pieces = [(base, base + locks.buffer.nbytes, PIECE_NBYTES) for base, (locks, _) in self._buffers.items()]
         plan = CopyPlan(self._library, slices, replace(arrangement, pieces=pieces))
         try:

@@ -229,9 +229,7 @@ def pack_gradient(compressed: CompressedGradient) -> Tensor:
 
 
 def unpack_gradient(packed_U8: Tensor, numel: int) -> CompressedGradient:
-    """Return the argument of `pack_gradient`, flat. Raises `ValueError` if the bytes are no packed gradient of so many
-    elements.
-    """
+    """Return the argument of `pack_gradient`, flat. Raises `ValueError` if the bytes are no packed gradient of so many elements."""
     how, shape = GradientCompression(), torch.Size([numel])
     word, rest = packed_U8[:_WORD_NBYTES], packed_U8[_WORD_NBYTES:]
     if numel < max(how.small_numel, 1):

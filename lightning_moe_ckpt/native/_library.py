@@ -36,9 +36,7 @@ class NativeError(CheckpointError, RuntimeError):
 
 
 class Library:
-    """One loaded library, the part `cpu` or `cuda`. Its functions are attributes of this object, by their C names, and
-    raise `NativeError`.
-    """
+    """One loaded library, `cpu` or `cuda`. Its functions are attributes of this object, by their C names, and raise `NativeError`."""
 
     def __init__(self, handle: ctypes.CDLL, part: LibraryPart) -> None:
         self.part = part

@@ -86,8 +86,7 @@ class Operator:
     expert_idx: int | None = None
     """Global expert index; `None` for routers and dense operators."""
     holders: Holders = "stage"
-    """Ranks with the same bits: all ranks of the pipeline stage (of the world, without stages), or those with the same
-    experts."""
+    """Ranks with the same bits: all ranks of the pipeline stage (of the world, without stages), or those with the same experts."""
     buffers: tuple[str, ...] = ()
     """Names of a router's buffers. Buffers are not sliced: every segment has all of them whole."""
 

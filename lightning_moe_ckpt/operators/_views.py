@@ -177,9 +177,7 @@ class ExpertCapacity:
         return value if value is None or isinstance(value, int | float) else tuple(value)
 
     def set(self, module: nn.Module, value: Capacity) -> None:
-        """Set a number as it is, a tuple in the library's form. Raises `ConfigurationError` unless every expert gets more than
-        zero.
-        """
+        """Set a number as it is, a tuple in the library's form. Raises `ConfigurationError` unless every expert gets more than zero."""
         owner = module.get_submodule(self.module)
         live: object = value
         if isinstance(value, tuple):

@@ -36,9 +36,7 @@ _CHUNK_NUMEL, _DEVICE_CHUNK_NUMEL = 2**17, 2**24
 
 @cache
 def block_numel(numel: int) -> int:
-    """Return the elements per block of a whole parameter: a power of two, 32 to 32768, so that blocks are at most 1024 where the
-    limits allow.
-    """
+    """Return elements per block of a whole parameter: a power of two, 32 to 32768, for at most 1024 blocks where the limits allow."""
     return min(max(_power_of_two(-(-numel // _MOST_BLOCKS)), _SMALLEST), _LARGEST)
 
 

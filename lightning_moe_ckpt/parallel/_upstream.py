@@ -103,9 +103,7 @@ class _Given:
 
 
 class UpstreamLog:
-    """One rank's log of crossings, and the source of steps while its stage repeats them. The caller of `keep` enforces
-    `limit_nbytes`.
-    """
+    """One rank's log of crossings, and the source of steps while its stage repeats them. The caller of `keep` enforces `limit_nbytes`."""
 
     def __init__(self, limit_nbytes: int = 2**30) -> None:
         self.limit_nbytes = limit_nbytes
@@ -181,9 +179,7 @@ class UpstreamLog:
         self.mode = Mode.SILENT
 
     def answer(self, kind: str, ask: Callable[[], T]) -> T:
-        """Return an answer for all ranks of the pipeline: the former one in a repeated step, otherwise the result of `ask`,
-        which is kept.
-        """
+        """Return an answer for all ranks of the pipeline: the former one in a repeated step, else the result of `ask`, which is kept."""
         if self._from is not None:
             value: T = self._next(kind)
         else:
@@ -289,9 +285,7 @@ class UpstreamLog:
         return [tensor.clone() for tensor in tensors]
 
     def require_exact(self) -> None:
-        """Raise `Diverged` if a repeated step was not as before. Called at a commit, because reading digests waits for the
-        device.
-        """
+        """Raise `Diverged` if a repeated step was not as before. Called at a commit, because reading digests waits for the device."""
         unchecked, self._unchecked = self._unchecked, []
         for direction, digest, expected in unchecked:
             if [*map(int, digest)] != expected:

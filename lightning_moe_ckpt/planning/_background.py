@@ -194,9 +194,7 @@ class PlanMaker:
 
 
 class StagePlans:
-    """Plan of this rank's stage among all stages' plans. Construction is collective. The view's operators are not
-    split.
-    """
+    """Plan of this rank's stage among all stages' plans. Construction is collective. The view's operators are not split."""
 
     def __init__(self, view: StateView, groups: ParallelGroups, everyone: Exchange) -> None:
         self._view, self._groups, self.everyone = view, groups, everyone

@@ -95,9 +95,7 @@ class ExpertTable(ExpertLayout):
             raise ValueError(f"`ExpertTable(layer={self.layer!r})` needs {self.num_experts} entries in every row.")
 
     def due_age(self, level: str, ages: Sequence[int], expert: int, respite: int) -> int:
-        """Return the age by which an expert's turn comes; an expert that a level may drop gets `respite` generations
-        more.
-        """
+        """Return the age by which an expert's turn comes; an expert that a level may drop gets `respite` generations more."""
         rows = self.stored.get(level)
         return ages[expert] - respite if rows is not None and rows[expert] else ages[expert]
 

@@ -288,9 +288,7 @@ class Reader:
         return Stock(memory, items, seen)
 
     def marker(self, item: Item) -> RankMarker:
-        """Return a copy's marker. Raises `Corrupt` if the marker is damaged, or belongs to another copy; `KeyMissing`
-        if the copy is not here.
-        """
+        """Return a copy's marker. Raises `Corrupt` if the marker is damaged or another copy's; `KeyMissing` if the copy is not here."""
         with self._lock:
             if item in self._markers:
                 return self._markers[item]

@@ -445,9 +445,7 @@ class BoundaryCapture:
         self._local = local
 
     def sealed(self, generation: GenerationId) -> SealedSegment:
-        """Write the journal and return the segment, once its values have arrived; call after `take_rest`. Raises like
-        `encode_journal`.
-        """
+        """Write the journal and return the segment, once its values have arrived; call after `take_rest`. Raises like `encode_journal`."""
         assert self._local is not None
         self.journal_nbytes, self.journal_capacity = self._writer.write_local(self._local)
         return self._writer.sealed(generation, self.step, self.ticket, self._step_record)

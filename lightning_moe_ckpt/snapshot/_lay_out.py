@@ -59,9 +59,7 @@ Shards = dict[Region, list[Shard]]
 
 
 def lay_out(record: PlanRecord, view: StateView, groups: ParallelGroups, journal_nbytes: int) -> WindowLayout:
-    """Make a stored or fresh plan of all pipeline stages concrete on this rank. Raises `IdentityMismatch` if the plan is for other
-    operators.
-    """
+    """Make a stored or fresh plan of all stages concrete on this rank. Raises `IdentityMismatch` if the plan is for other operators."""
     record = record.of_stage(groups.stage)
     dtypes = {fqn: getattr(torch, name) for fqn, name in record.compute_dtypes.items() if fqn in view.params}
     view = view.assuming(averages_consumed=record.averages_consumed)

@@ -134,9 +134,7 @@ class Coordination:
     """Last listing."""
 
     def refresh(self) -> None:
-        """Read other processes' entries; after `open` they only mean that this process is fenced. Raises `Fenced` if another run
-        began.
-        """
+        """Read other processes' entries; after `open` they only mean that this process is fenced. Raises `Fenced` if another run began."""
         if self.incarnation is not None:
             self.catch_up()
             return

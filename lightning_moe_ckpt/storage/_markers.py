@@ -186,9 +186,7 @@ class RankMarker:
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str, start: int = 0) -> RankMarker:
-        """Read a marker stored from byte `start` on. All digests are checked now, records are parsed on first use.
-        Raises `Corrupt`.
-        """
+        """Read a marker stored from byte `start` on. All digests are checked now, records are parsed on first use. Raises `Corrupt`."""
         end = data.find(b"\n", start) + 1
         lines = MarkerLines(data, end)
         marker = decode(data[start:end], _marker(lines), kind="marker", where=where)

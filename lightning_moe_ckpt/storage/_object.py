@@ -379,9 +379,7 @@ class UnfinishedUploads:
         return num_aborted
 
     def list(self, prefix: str) -> list[Upload]:
-        """List incomplete uploads to keys that start with `prefix`, by this process or any other. Raises `StorageError` if a request
-        failed.
-        """
+        """List incomplete uploads to keys that start with `prefix`, of any process. Raises `StorageError` if a request failed."""
         found = list[Upload]()
         if self.why_useless is not None:
             return found

@@ -30,9 +30,7 @@ _SECONDS_PER_DAY = 86_400
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retention:
-    """Rules for the committed generations to keep; one matching rule is enough. Raises `ConfigurationError` if a value
-    is out of range.
-    """
+    """Rules for the committed generations to keep; one matching rule is enough. Raises `ConfigurationError` if a value is out of range."""
 
     last: int = 2
     """Newest generations to keep. With two, one is left if the newest is damaged."""
@@ -60,9 +58,7 @@ class Retention:
             raise ConfigurationError(f"`Retention(days={days!r})` must be above zero, or None.")
 
     def reasons(self, restorable: Sequence[Commit], doubtful: Sequence[GenerationId]) -> dict[GenerationId, str]:
-        """Return the generations that stay, each with the reason, from restorable ones, newest first, and ones that cannot be read
-        now.
-        """
+        """Return the generations that stay, each with the reason, from restorable ones, newest first, and ones that cannot be read now."""
         reasons: dict[GenerationId, str] = {}
         if self.every_n_steps is not None:
             generations = [commit.generation for commit in restorable]

@@ -141,9 +141,7 @@ def _refuse(optimizer: Optimizer) -> None:
 
 
 def gather_shards(state: dict[str, Any], optimizer: Optimizer, groups: ParallelGroups) -> dict[str, Any]:
-    """Return a state dict for whole parameters, from the optimizer's own with pieces, on the first rank that shares
-    them. Collective.
-    """
+    """Return a state dict for whole parameters, from the optimizer's own with pieces, on the first rank that shares them. Collective."""
     if not (shards := _shards(optimizer)):
         return state  # of any form
     whole = dict(state["state"])

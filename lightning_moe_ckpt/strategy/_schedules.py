@@ -159,9 +159,7 @@ class Pipeline:
         return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), target
 
     def _runner(self, inputs: Sequence[Tensor], *, training: bool) -> _Runner:
-        """Return the schedule for such batches, whose shapes the first decides. Raises `ConfigurationError` if they change in
-        training.
-        """
+        """Return the schedule for such batches, whose shapes the first decides. Raises `ConfigurationError` if they change in training."""
         said, known = _border(inputs), self._runners.get(training)
         if known is not None and known[0] == said:
             return known[1]

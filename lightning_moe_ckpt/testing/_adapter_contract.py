@@ -356,9 +356,7 @@ class OperatorCopies:
                 layer.extra.set(self._model, self._extra[layer.fqn])
 
     def equal(self, name: str, *, own: bool = False) -> bool:
-        """Return whether one operator is bitwise equal to its copy; `own` leaves out the step count, which experts in one tensor
-        share.
-        """
+        """Return whether one operator is bitwise equal to its copy; `own` leaves out the step count, which experts in one tensor share."""
         pairs = zip(self._fields[name], self._taken[name], strict=True)
         return all(equal(self._view.live(field), value) for field, value in pairs if field.shape is None or not own)
 

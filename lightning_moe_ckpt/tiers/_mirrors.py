@@ -164,9 +164,7 @@ class MirrorStore:
                 self._changed.notify_all()
 
     def end(self, generation: GenerationId) -> None:
-        """Forget a generation, and wait for threads that copy from it: nothing reads its memory once this returns. May
-        be called again.
-        """
+        """Forget a generation, and wait for threads that copy from it: nothing reads its memory once this returns. May be called again."""
         with self._changed:
             self._segments.pop(generation, None)
             self._changed.notify_all()

@@ -314,9 +314,7 @@ def _read_fully(descriptor: int, start: int, out: memoryview, path: Path) -> Non
 
 
 class ObjectTier:
-    """Read generations of every rank, whole or by range; of commits that may be restored, as the coordinator found
-    them.
-    """
+    """Read generations of every rank, whole or by range; of commits that may be restored, as the coordinator found them."""
 
     name = STORAGE
 

@@ -362,9 +362,7 @@ def unlink_shared_file(path: Path) -> None:
 
 
 def expect_room(directory: Path, nbytes: int) -> None:
-    """Raise `ConfigurationError` unless `directory` has room for a ring of `nbytes`; the message says how many bytes
-    are missing.
-    """
+    """Raise `ConfigurationError` unless `directory` has room for a ring of `nbytes`; the message says how many bytes are missing."""
     if (free := _free_nbytes(directory)) < nbytes:
         raise _no_room(directory, nbytes, free)
 

@@ -94,9 +94,7 @@ def tap_zero_grad(trainer: Trainer, hold: Callable[[Callable[[], None] | None], 
 
 
 def tap_finetuning(callback: BaseFinetuning, stepped: Callable[[Any], Any]) -> Callable[[], None]:
-    """Let a finetuning callback find, and name, what an optimizer has of each parameter. Uses
-    `_apply_mapping_to_param_groups`.
-    """
+    """Let a finetuning callback find, and name, what an optimizer has of each parameter. Uses `_apply_mapping_to_param_groups`."""
     original = callback._apply_mapping_to_param_groups
 
     def apply(groups: list[dict[str, Any]], mapping: dict[Any, Any]) -> list[dict[str, Any]]:

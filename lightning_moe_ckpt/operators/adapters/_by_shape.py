@@ -214,9 +214,7 @@ def find_router_module(root: nn.Module, block_fqn: str, num_experts: int) -> str
 
 
 def find_router_buffers(block: nn.Module, block_fqn: str, num_experts: int, experts: str = "") -> tuple[str, ...]:
-    """Return buffers of the block's router, and the block's own that have a value per expert: biases, counters. The child `experts`
-    is left out.
-    """
+    """Return buffers of the block's router, and the block's own with a value per expert: biases, counters; none of the child `experts`."""
     names = [name for name, buffer in block.named_buffers(recurse=False) if buffer.numel() == num_experts]
     for child, module in _router_modules(block, num_experts, experts):
         names += [f"{child}.{name}" for name, _ in module.named_buffers()]

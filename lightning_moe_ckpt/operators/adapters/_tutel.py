@@ -33,9 +33,7 @@ from lightning_moe_ckpt.parallel._expert_parallel import tutel_refusal
 
 
 def describe_tutel(fqn: str, block: nn.Module, index: ParameterIndex) -> MoELayerSpec:
-    """Describe a `tutel.moe.moe_layer`. Raises `UnknownLayout` if it would train wrongly as it was built, or its experts cannot be told
-    apart.
-    """
+    """Describe a `tutel.moe.moe_layer`. Raises `UnknownLayout` if it would train wrongly as built, or its experts cannot be told apart."""
     layer: Any = block
     if (reason := tutel_refusal(layer)) is not None:
         raise UnknownLayout(f"Tutel layer `{fqn}` {reason}")
