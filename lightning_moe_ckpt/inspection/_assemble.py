@@ -138,9 +138,11 @@ class Assembler:
         self._sources = {}
         for name, source in ((name, each) for found in offered for name, row in found.items() for each, _ in row):
             self._sources[name] = max(source, self._sources.get(name, source))
-        chosen = self._sources.items()
         self._full = [
-            each for index in self._indexes for name, of in chosen for each in index.operator(name, of).values()
+            replicas
+            for index in self._indexes
+            for name, source in self._sources.items()
+            for replicas in index.operator(name, source).values()
         ]
         self._parameters = {}
         for each in self._full:
@@ -210,7 +212,8 @@ class Assembler:
 
     def _whole(self, name: str, tensor: StoredTensor, *, partly: bool = False) -> Tensor:
         numel, records = math.prod(tensor.shape), _distinct(tensor.records)
-        if (held := sum(each.record.numel for each in records)) < numel and not partly:
+        held = sum(each.record.numel for each in records)
+        if held < numel and not partly:
             raise ConfigurationError(
                 f"`{name}`: nobody wrote elements of it, {held} of {numel} are stored. Verify the generation."
             )

@@ -156,10 +156,7 @@ class Replay:
         """
         if (expected := self.outcome(step)["losses"]) is None:
             return False
-        same = len(losses) == len(expected) and all(
-            a.dtype == b.dtype and torch.equal(a.cpu().reshape(1).view(torch.uint8), b.reshape(1).view(torch.uint8))
-            for a, b in zip(losses, expected, strict=True)
-        )
+        same = _same_bits(losses, expected)
         if not same and known:
             if not self._named:
                 log.warning(
@@ -427,6 +424,13 @@ class Repeats:
         if self.replay is not None:
             self.replay.frozen.thaw()
             self.replay = self.frozen = None
+
+
+def _same_bits(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return len(found) == len(expected) and all(
+        a.dtype == b.dtype and torch.equal(a.cpu().reshape(1).view(torch.uint8), b.reshape(1).view(torch.uint8))
+        for a, b in zip(found, expected, strict=True)
+    )
 
 
 def _shown(losses: list[Tensor]) -> str:
