@@ -257,8 +257,12 @@ class StorageGate:
         return WrappedBackend(backend, self._pass)
 
     def _pass(self, call: StorageCall, operation: Callable[[], T]) -> T:
-        if call.writes and call.nbytes >= self.LARGE_NBYTES:
-            self._open.wait()
+        if not call.writes or call.nbytes < self.LARGE_NBYTES:
+            return operation()
+        self._open.wait()
+        return self._write(operation)
+
+    def _write(self, operation: Callable[[], T]) -> T:
         return operation()
 
 
