@@ -97,14 +97,11 @@ class CheckpointFiles:
 
     def take(self) -> FilesState:
         """Return the files written so far, and attributes that `ModelCheckpoint` leaves out of its state."""
-        return {
-            "saved": dict(self._saved),
-            "foreign": sorted(self._foreign),
-            "callbacks": {
-                each.state_key: {name: getattr(each, name) for name in _UNSAVED if hasattr(each, name)}
-                for each in self._model_checkpoints()
-            },
+        callbacks = {
+            each.state_key: {name: getattr(each, name) for name in _UNSAVED if hasattr(each, name)}
+            for each in self._model_checkpoints()
         }
+        return {"saved": dict(self._saved), "foreign": sorted(self._foreign), "callbacks": callbacks}
 
     def restore(self, state: FilesState) -> None:
         """Continue from a taken state; call after the callbacks have loaded their states."""

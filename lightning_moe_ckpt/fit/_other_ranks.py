@@ -140,9 +140,7 @@ class _Telling:
     def _drawn(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return random state at all moments, and the entries with random state inside: fetches, loads, data."""
         own, first = rows[self._rank % len(rows)], rows[0]
-        random = {
-            name: self._rng(row["random"].get(name) for row in rows) for name in first["random"] if name != "workers"
-        }
+        random = {name: self._rng(r["random"].get(name) for r in rows) for name in first["random"] if name != "workers"}
         if any(row["random"].get("workers") for row in rows):
             self._name("seeds of persistent workers, which are drawn anew")
         fetches = own.get("fetches", NO_FETCHES)

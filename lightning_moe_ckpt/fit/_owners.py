@@ -208,9 +208,7 @@ def _set_by_library(kind: type) -> frozenset[str]:
     if not any("state_dict" in vars(base) for base in bases):
         return frozenset()
     codes = [value.__code__ for base in bases for value in vars(base).values() if isinstance(value, types.FunctionType)]
-    return frozenset(
-        each.argval for code in codes for each in dis.get_instructions(code) if each.opname == "STORE_ATTR"
-    )
+    return frozenset(i.argval for code in codes for i in dis.get_instructions(code) if i.opname == "STORE_ATTR")
 
 
 def _loads_state(owner: object) -> bool:

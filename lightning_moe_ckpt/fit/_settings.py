@@ -374,9 +374,7 @@ class Settings:
                 group["lr"] = was["lr"] * (now / first if first else 1.0)  # type: ignore[operator]
         changed = [name.removeprefix("optimizer.") for name in self._differ if name.startswith("optimizer.")]
         for was, own, now in zip(stored, fresh, stepped, strict=False):
-            moved = [
-                each for each in now if rates and (each in ("lr", "initial_lr") or repr(now[each]) != repr(own[each]))
-            ]
+            moved = [key for key in now if rates and (key in ("lr", "initial_lr") or repr(now[key]) != repr(own[key]))]
             fresh_fields = {field: own[field] for field in changed if field in own and field != "lr"}
             was.update(fresh_fields | {field: now[field] for field in moved})
         load_groups_state(optimizer, stored)

@@ -465,9 +465,7 @@ class LayerState:
     @property
     def attributes(self) -> set[tuple[str, str]]:
         """Plain attributes in the state, as (name of a module, attribute)."""
-        return {
-            place for each in (*self._capacity.values(), *self._extra.values()) for place in getattr(each, "places", ())
-        }
+        return {place for v in (*self._capacity.values(), *self._extra.values()) for place in getattr(v, "places", ())}
 
     def take(self) -> dict[str, Any]:
         """Return the values, by kind and layer."""

@@ -396,10 +396,8 @@ class LightningCheckpoint:
         """Return the optimizer's `state_dict`: parameters in its groups' order. Raises `Corrupt` if these do not fit."""
         groups: list[dict[str, Any]] = start["param_groups"]
         ordered = [*self._module.param_groups, *start["trained"]["added"]]
-        everything = [name for names in ordered for name in names]
-        numbers: dict[str, Any] = dict(
-            zip(everything, everything if self._by_name else itertools.count(), strict=False)
-        )
+        flat = [name for names in ordered for name in names]
+        numbers: dict[str, Any] = dict(zip(flat, flat if self._by_name else itertools.count(), strict=False))
         state: dict[Any, dict[str, Any]] = {}
         for name, tensor in self._stored.optimizer().items():
             parameter, _, key = name.rpartition("/")

@@ -188,15 +188,12 @@ def _number(value: object) -> float | None:
 
 
 def _in_memory(memory: Sequence[Leftover]) -> list[NewestStep]:
+    known = [(each, "host" if each.what == "ring" else "peer") for each in memory]
     return [
         NewestStep(
-            tier="host" if each.what == "ring" else "peer",
-            rank=each.rank or 0,
-            step=each.step,
-            age_seconds=each.age_seconds,
-            held=bool(each.held_by),
+            tier=tier, rank=each.rank or 0, step=each.step, age_seconds=each.age_seconds, held=bool(each.held_by)
         )
-        for each in memory
+        for each, tier in known
         if each.step is not None
     ]
 

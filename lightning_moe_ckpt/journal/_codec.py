@@ -407,16 +407,8 @@ def _read_array(decoder: _Decoder, args: list[Leaf]) -> np.ndarray[Any, Any]:
     return array
 
 
-_TAGS: dict[type, str] = {
-    list: "l",
-    tuple: "t",
-    set: "e",
-    frozenset: "z",
-    dict: "d",
-    OrderedDict: "o",
-    Counter: "c",
-    defaultdict: "x",
-}
+_TAGS: dict[type, str] = {list: "l", tuple: "t", set: "e", frozenset: "z"}
+_TAGS |= {dict: "d", OrderedDict: "o", Counter: "c", defaultdict: "x"}
 _WORDS = {None: "null", True: "true", False: "false"}
 _WRITERS: dict[type, Callable[[_Encoder, Any], str]] = {
     Constant: _Encoder.constant,

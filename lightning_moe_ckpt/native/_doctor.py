@@ -44,18 +44,8 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Examine everything; takes well under a second."""
-    return [
-        *_parts(),
-        *_devices(),
-        _compiler(),
-        _cuda_compiler(),
-        _driver(),
-        _shared_memory(),
-        _locked_memory(),
-        _huge_pages(),
-        _nodes(),
-        _mapping_ahead(),
-    ]
+    devices = [*_parts(), *_devices(), _compiler(), _cuda_compiler(), _driver()]
+    return [*devices, _shared_memory(), _locked_memory(), _huge_pages(), _nodes(), _mapping_ahead()]
 
 
 def _parts() -> list[Finding]:

@@ -272,12 +272,8 @@ class QuantizeJob(c.Structure):
     """Mirrors `QuantizeJob` of gradient.hpp."""
 
     _fields_ = (
-        ("source", c.c_void_p),
-        ("to", c.c_void_p),
-        ("scale", c.c_void_p),
-        ("not_finite", c.c_void_p),
-        ("count", c.c_uint64),
-        ("dtype", c.c_int32),
+        *((name, c.c_void_p) for name in ("source", "to", "scale", "not_finite")),
+        *(("count", c.c_uint64), ("dtype", c.c_int32)),
     )
 
 

@@ -138,12 +138,8 @@ class _Alike:
             if key not in self.recorded:
                 columns[key] = _column(list(map(itemgetter(key), rows)))
                 if type(columns[key]) is list:
-                    on_device[key] = [
-                        i for i, value in enumerate(columns[key]) if _device_of(value) not in {None, "cpu"}
-                    ]
-                    strides[key] = {
-                        str(i): each for i, value in enumerate(columns[key]) if (each := _strides_of(value))
-                    }
+                    on_device[key] = [i for i, each in enumerate(columns[key]) if _device_of(each) not in {None, "cpu"}]
+                    strides[key] = {str(i): each for i, v in enumerate(columns[key]) if (each := _strides_of(v))}
         return {"names": self.names, "columns": columns, "on_device": on_device, "strides": strides}
 
 

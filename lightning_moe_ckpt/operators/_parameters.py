@@ -161,19 +161,8 @@ def _overlapping(intervals: list[tuple[int, int, str]]) -> Iterator[tuple[str, .
 
 _CAST, _OTHER = 0, 1
 _TO_COPY = torch.ops.aten._to_copy.default  # noqa: SLF001  # what `.to(dtype)` and autocast become
-_METADATA_ONLY = frozenset(
-    {
-        "aten::empty_like",
-        "aten::zeros_like",
-        "aten::ones_like",
-        "aten::full_like",
-        "aten::new_empty",
-        "aten::new_empty_strided",
-        "aten::new_zeros",
-        "aten::new_ones",
-        "aten::new_full",
-    }
-)
+_EMPTY = ("empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_empty_strided")
+_METADATA_ONLY = frozenset(f"aten::{name}" for name in (*_EMPTY, "new_zeros", "new_ones", "new_full"))
 """Operations that read shape and dtype of their argument, never its values."""
 
 

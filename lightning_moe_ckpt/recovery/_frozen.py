@@ -159,9 +159,7 @@ def _rows(fqn: str, param: Tensor, active: Iterable[Operator]) -> Tensor:
 
 def _showing(module: nn.Module, tensors: Mapping[str, tuple[nn.Parameter, Tensor | None]]) -> list[RemovableHandle]:
     """Shadow a module's parameters by other tensors while the module runs; return the hooks."""
-    places = [
-        (module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], *tensors[name]) for name in tensors
-    ]
+    places = [(module.get_submodule(n.rpartition(".")[0]), n.rpartition(".")[2], *tensors[n]) for n in tensors]
 
     views = [FrozenView.of(param, active_E) for *_, param, active_E in places]
 

@@ -197,9 +197,7 @@ class Recut:
             # with reasons of its own: a marker that is nowhere is no reason yet
             own = MarkerSearch(Rounds(self._exchange), self._reader, copies, self._digests(owner)).run(None) or {}
             said = self._exchange.gather_values(own[which].to_bytes() if which in own else b"")
-            parsed = [
-                RankMarker.from_bytes(cast("bytes", each), f"marker of {version}") if each else None for each in said
-            ]
+            parsed = [RankMarker.from_bytes(cast("bytes", e), f"marker of {version}") if e else None for e in said]
             found += parsed[: self._num_writers - first]
         return found
 
@@ -490,9 +488,7 @@ class Recut:
 
     def _scalars(self, brought: BroughtRecords) -> ShardScalars:
         own = [each for each in brought.read_by(self._exchange.rank) if is_scalar(each.record)]
-        said = self._exchange.gather_values(
-            [[each.owner, each.at, each.record.name, brought.bytes_of(each)] for each in own]
-        )
+        said = self._exchange.gather_values([[e.owner, e.at, e.record.name, brought.bytes_of(e)] for e in own])
         rows = (row for part in cast("list[list[list[Any]]]", said) for row in part)
         return {(owner, at, name): value for owner, at, name, value in rows}
 

@@ -147,9 +147,7 @@ def gather_shards(state: dict[str, Any], optimizer: Optimizer, groups: ParallelG
     whole = dict(state["state"])
     for idx, shard in shards:
         entries = whole.get(idx, {})
-        whole[idx] = {
-            key: _gathered(value, shard, groups) if _is_piece(value, shard) else value for key, value in entries.items()
-        }
+        whole[idx] = {key: _gathered(v, shard, groups) if _is_piece(v, shard) else v for key, v in entries.items()}
         if not entries:
             del whole[idx]
     return {**state, "state": whole}

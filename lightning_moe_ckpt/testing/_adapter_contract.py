@@ -325,9 +325,7 @@ class OperatorCopies:
         self._view = StateView(model, operators, schema, {})
         groups = ParallelGroups()
         tables = {op.name: shards_of({op.name: RecordKind.FULL}, self._view, groups).values() for op in operators}
-        fields = {
-            name: [each for own in rows for each in self._view.table(own).fields] for name, rows in tables.items()
-        }
+        fields = {n: [each for own in rows for each in self._view.table(own).fields] for n, rows in tables.items()}
         self._fields = {name: [each for each in own if each.key != "present"] for name, own in fields.items()}
         self._taken = {name: [self._copy(field) for field in fields] for name, fields in self._fields.items()}
         self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}

@@ -31,13 +31,8 @@ log = rank_logger(__name__)
 MetricState = dict[str, Any]
 
 _REDUCTIONS: dict[str, Callable[..., Any]] = {
-    "torch.mean": torch.mean,
-    "torch.sum": torch.sum,
-    "torch.max": torch.max,
-    "torch.min": torch.min,
-    "sum": sum,
-    "max": max,
-    "min": min,
+    **{f"torch.{each.__name__}": each for each in (torch.mean, torch.sum, torch.max, torch.min)},
+    **{each.__name__: each for each in (sum, max, min)},
 }
 """Functions that `self.log(reduce_fx=...)` takes; later calls must give the same function again."""
 

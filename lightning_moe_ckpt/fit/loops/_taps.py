@@ -170,9 +170,7 @@ def _total_norm(parameters: list[torch.nn.Parameter]) -> Tensor:
     Shards' norms are added by one all-reduce per mesh dimension, whose order depends on the ranks' places, as it does where
     gradients are reduced, and on no clock.
     """
-    norms = [
-        torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in _by_mesh(parameters)
-    ]
+    norms = [torch.nn.utils.get_total_norm([p.grad for p in g if p.grad is not None]) for g in _by_mesh(parameters)]
     plain = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     return plain[0] if len(plain) == 1 else torch.nn.utils.get_total_norm(plain)
 

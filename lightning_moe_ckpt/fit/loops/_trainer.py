@@ -230,9 +230,7 @@ class LoopProgress:
             self._settings = settings
             self._rest["settings"] = written(dict(zip(_SETTINGS, settings, strict=True)))
         found = [values[name] for values, name in self._numbers]
-        texts = [
-            each if type(each) is int else each.text if type(each) is Written else written(each).text for each in found
-        ]
+        texts = [e if type(e) is int else e.text if type(e) is Written else written(e).text for e in found]
         return Written(self._text % tuple(texts))
 
     def _link(self, values: dict[str, Any], name: str) -> None:

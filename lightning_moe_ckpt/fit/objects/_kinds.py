@@ -420,20 +420,9 @@ class _Generator(Whole):
             restore_held(self.each, content["items"])
 
 
-_SEARCHED_AS: dict[type, type[Node]] = {
-    Tensor: _Tensor,
-    np.ndarray: _Array,
-    list: _List,
-    bytearray: _List,
-    array: _List,
-    deque: _List,
-    set: _Set,
-    dict: _Dict,
-    **dict.fromkeys(GENERATORS, _Generator),
-}
-KINDS: dict[str, type[Node]] = {
-    kind.tag: kind for kind in (Node, _List, _Set, _Dict, _Tensor, _Array, Stateful, _Generator)
-}
+_SEARCHED_AS: dict[type, type[Node]] = {Tensor: _Tensor, np.ndarray: _Array, set: _Set, dict: _Dict}
+_SEARCHED_AS |= dict.fromkeys((list, bytearray, array, deque), _List) | dict.fromkeys(GENERATORS, _Generator)
+KINDS: dict[str, type[Node]] = {k.tag: k for k in (Node, _List, _Set, _Dict, _Tensor, _Array, Stateful, _Generator)}
 
 
 def kind_of(value: Any, *, is_new: bool) -> tuple[type[Node] | None, Collection[str] | None]:

@@ -54,15 +54,8 @@ _LIBRARIES = frozenset(
 SEARCHED = (types.SimpleNamespace, argparse.Namespace, Dataset, Sampler, UserDict, UserList, UserString, ChainMap)
 """Library types with attributes that are searched all the same."""
 MADE_BY_LIGHTNING = (
-    Trainer,
-    LightningModule,
-    LightningDataModule,
-    Callback,
-    DataLoader,
-    Optimizer,
-    Strategy,
-    Logger,
-    LightningOptimizer,
+    *(Trainer, LightningModule, LightningDataModule, Callback, DataLoader),
+    *(Optimizer, Strategy, Logger, LightningOptimizer),
 )
 """Types of objects that are restored elsewhere, or made by every process."""
 _STATE: dict[str, str] = {
@@ -216,9 +209,7 @@ def _inside(owner: object) -> tuple[Any, Sequence[Any]]:
     if isinstance(owner, functools.partial):
         return {"func": owner.func, "args": owner.args, "keywords": owner.keywords}, ["func", "args", "keywords"]
     if isinstance(owner, dict):
-        return owner, [key for key in owner if isinstance(key, str | int)] if len(
-            owner
-        ) <= MOST_ITEMS_FOR_GENERATORS else []
+        return owner, [k for k in owner if isinstance(k, str | int)] if len(owner) <= MOST_ITEMS_FOR_GENERATORS else []
     if isinstance(owner, list | tuple):
         return owner, range(len(owner)) if len(owner) <= MOST_ITEMS_FOR_GENERATORS else []
     namespace, left_out = getattr(owner, "__dict__", {}), names_of_loaders() if isinstance(owner, DataLoader) else ()

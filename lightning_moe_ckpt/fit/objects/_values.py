@@ -305,9 +305,7 @@ class Values:
     def _say(self, lost: Mapping[str, str], remedy: str) -> None:
         if not self._speaks:
             return
-        new = {
-            name: why for name, why in zip(map(unnumbered, lost), lost.values(), strict=True) if name not in self._said
-        }
+        new = {n: why for n, why in zip(map(unnumbered, lost), lost.values(), strict=True) if n not in self._said}
         self._said.update(new)
         if new:
             shown = ", ".join(f"`{name}` ({why})" for name, why in list(new.items())[:_MOST_SAID])
