@@ -76,13 +76,8 @@ class _Boost:
     def to_state(self) -> dict[str, Any]:
         """Return plain values."""
         own = {"base": self.base, "factors": list(self.factors), "term": self.term, "since": self.since}
-        return {
-            **self.debts.to_state(),
-            **own,
-            "displaced": self.displaced,
-            "use": list(self.use),
-            "watched": self.watched,
-        }
+        seen = {"displaced": self.displaced, "use": list(self.use), "watched": self.watched}
+        return {**self.debts.to_state(), **own, **seen}
 
     @classmethod
     def from_state(cls, layer: MoELayerSpec, view: CapacityView | None, stored: Mapping[str, Any]) -> _Boost:
@@ -191,8 +186,7 @@ class CapacityBoost(Callback):
         self._boosts = {}
         unlimited = []
         for layer, lost_E in zip(found.layers, _lost_by_layer(accounting, found), strict=True):
-            view = layer.live_capacity
-            if view is not None and view.limited(pl_module):
+            if (view := layer.live_capacity) is not None and view.limited(pl_module):
                 self._boosts[layer.fqn] = self._resume(layer, view, lost_E)
             elif self.dropless and (find_router(layer, pl_module) or find_bias(layer)) is not None:
                 self._boosts[layer.fqn] = self._resume(layer, None, lost_E)
@@ -210,15 +204,18 @@ class CapacityBoost(Callback):
         if trainer.global_step == self._step:
             return  # gradients are still accumulating
         self._step = trainer.global_step
-        active = [boost for boost in self._boosts.values() if boost.meter is not None]
-        if not active:
+        if not (active := [boost for boost in self._boosts.values() if boost.meter is not None]):
             return
         measured = _over_ranks([each.meter.take() for each in active if each.meter], trainer)
         for each, (sums, use) in zip(active, measured, strict=True):
             each.took(*sums)
             each.watch(use)
             if each.debts.any and self._step - each.since >= self.within_steps:
-                self._expire(each)
+                log.warning(
+                    "%s: %d of %d lost tokens were not made up for within %d steps, and are given up: their experts overflow too little",
+                    *(each.layer.prefix, sum(each.debts.open), sum(each.debts.lost), self.within_steps),
+                )
+                each.debts = each.debts.expire()
             if not each.debts.any:
                 self._end(each, pl_module)
         self._aim()
@@ -272,19 +269,8 @@ class CapacityBoost(Callback):
     def _say(self, each: _Boost, what: str) -> None:
         log.info(
             "%s: %d experts have %d tokens to make up for, and get %.0f%% %s",
-            each.layer.prefix,
-            sum(map(bool, each.debts.open)),
-            sum(each.debts.open),
-            100 * self.boost,
-            what,
+            *(each.layer.prefix, sum(map(bool, each.debts.open)), sum(each.debts.open), 100 * self.boost, what),
         )
-
-    def _expire(self, each: _Boost) -> None:
-        log.warning(
-            "%s: %d of %d lost tokens were not made up for within %d steps, and are given up: their experts overflow too little",
-            *(each.layer.prefix, sum(each.debts.open), sum(each.debts.lost), self.within_steps),
-        )
-        each.debts = each.debts.expire()
 
     def _end(self, each: _Boost, module: nn.Module) -> None:
         """Put the layer back once no debt is open."""

@@ -48,8 +48,7 @@ class ExpertCheckpoint(CheckpointCallback):
             self._log(trainer)
 
     def _log(self, trainer: Trainer) -> None:
-        ledger = self.accounting
-        if ledger is None or not trainer.is_global_zero:
+        if (ledger := self.accounting) is None or not trainer.is_global_zero:
             return
         if not self.metrics:
             alone = {"sync_on_compute": False}  # ranks have the same

@@ -40,8 +40,7 @@ class LayerLoad:
 
     def values(self) -> dict[str, float]:
         """Return the values to log of this layer, by name; empty if it had no tokens."""
-        total = int(self.tokens.sum())
-        if total == 0:
+        if (total := int(self.tokens.sum())) == 0:
             return {}
         values = {"min_share": int(self.tokens.min()) / total, "max_share": int(self.tokens.max()) / total}
         if self.tokens.numel() > 1:
@@ -69,8 +68,7 @@ class LayerLoads:
         self, module: nn.Module, *, ep_size: int, device: torch.device, upstream: UpstreamLog | None = None
     ) -> None:
         found, self._device, self._upstream = discover(module, ep_size=ep_size), device, upstream
-        uncounted = [layer.fqn for layer in found.layers if layer.count is None]
-        if uncounted:
+        if uncounted := [layer.fqn for layer in found.layers if layer.count is None]:
             log.warning("the load of %s is not logged: tokens cannot be counted there", uncounted)
         counted = tuple(layer for layer in found.layers if layer.count is not None)
         knowing = tuple(replace(layer, count=layer.dropped) for layer in counted if layer.dropped is not None)

@@ -202,10 +202,8 @@ class CheckpointFigures:
         before = self._before
         stalled = sum(now.stall_seconds.values()) - sum(before.stall_seconds.values())
         stood_still = sum(now.device_stall_seconds.values()) - sum(before.device_stall_seconds.values())
-        captured, persisted = (
-            now.nbytes_captured - before.nbytes_captured,
-            now.nbytes_persisted - before.nbytes_persisted,
-        )
+        captured = now.nbytes_captured - before.nbytes_captured
+        persisted = now.nbytes_persisted - before.nbytes_persisted
         return round(stalled * 1e9), round(stood_still * 1e9), captured, persisted
 
     def row(self, now: Report, step: int, ranks_R4: Tensor) -> dict[str, float]:

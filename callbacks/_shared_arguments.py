@@ -176,8 +176,7 @@ def _share_of_time(owner: object, name: str, value: object) -> object:
 
 
 def _positive_duration(owner: object, name: str, value: object) -> timedelta:
-    longest = duration(owner, name, value)
-    if longest <= timedelta(0):
+    if (longest := duration(owner, name, value)) <= timedelta(0):
         raise ConfigurationError(f"`{_name(owner)}({name}={longest})` must be positive.")
     return longest
 
@@ -248,10 +247,8 @@ def spelled_out(init: Init) -> Init:
     """Replace `**shared` in a signature by the shared arguments; an `__init__` gets their docstring."""
     signature = inspect.signature(init)
     own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
-    shared = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS[name], annotation=hint)
-        for name, hint in get_type_hints(CheckpointArguments).items()
-    ]
+    keyword, hints = inspect.Parameter.KEYWORD_ONLY, get_type_hints(CheckpointArguments).items()
+    shared = [inspect.Parameter(name, keyword, default=DEFAULTS[name], annotation=hint) for name, hint in hints]
     init.__signature__ = signature.replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
     init.__doc__ = init.__doc__ or CheckpointArguments.__doc__
     return init

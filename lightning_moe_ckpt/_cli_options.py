@@ -384,11 +384,9 @@ _TORCHRUN = [
     option("--signals-to-handle", "Signals passed on to ranks (default: SIGTERM,SIGINT,SIGHUP,SIGQUIT).", "NAME,..."),
     option("--shutdown-timeout", "Seconds from a signal to SIGKILL (default: 30).", "SECONDS"),
 ]
-_WATCHED, _PROGRAMS, _FILTERS = (
-    "what happens to ranks is waited for, not asked for",
-    "ranks are programs of their own",
-    "take `--log-dir` with `--tee` or `--redirects`",
-)
+_WATCHED = "what happens to ranks is waited for, not asked for"
+_PROGRAMS = "ranks are programs of their own"
+_FILTERS = "take `--log-dir` with `--tee` or `--redirects`"
 _NOT_TAKEN = {"--monitor-interval": _WATCHED, "--event-log-handler": _WATCHED, "--start-method": _PROGRAMS}
 _NOT_TAKEN |= {"--run-path": _PROGRAMS, "--logs-specs": _FILTERS}
 """Options of torchrun, and why there is none; any other is simply unknown."""
@@ -409,8 +407,7 @@ def _run(command: tuple[str, ...], **arguments: Any) -> int:
     commands = importlib.import_module("lightning_moe_ckpt.launch.run_command")
     torchrun: list[str] = []
     for option in _TORCHRUN:
-        value = arguments.pop(str(option.name))
-        if value is True:
+        if (value := arguments.pop(str(option.name))) is True:
             torchrun.append(option.opts[-1])
         elif value not in (None, False):
             torchrun += [option.opts[-1], value]
@@ -449,7 +446,6 @@ RUN = click.Command(
 def remedy(error: ModuleNotFoundError) -> str | None:
     """Return the remedy for a failed import, a sentence with the extra to install; `None` if no extra brings the module."""
     package = (error.name or "").partition(".")[0]
-    extra = _EXTRA_OF.get(package)
-    if extra is None:
+    if (extra := _EXTRA_OF.get(package)) is None:
         return None
     return f"This needs {package}, which is not installed: python -m pip install {package}, or the extra `{extra}` of this package."

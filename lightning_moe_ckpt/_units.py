@@ -103,8 +103,7 @@ def duration(owner: object, name: str, value: object) -> timedelta:
 
 def time_text(seconds: float) -> str:
     """Return a duration in its two largest units, such as `4.2 s` (of a float), `42 s`, `3 min 20 s`, `5 h 7 min` or `3 d 4 h`."""
-    seconds = max(type(seconds)(0), seconds)
-    if seconds < 10 and isinstance(seconds, float):
+    if (seconds := max(type(seconds)(0), seconds)) < 10 and isinstance(seconds, float):
         return f"{seconds:.1f} s"
     whole = round(seconds)
     for large, small, of_large, of_small in (("d", "h", 86400, 3600), ("h", "min", 3600, 60), ("min", "s", 60, 1)):

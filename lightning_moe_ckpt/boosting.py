@@ -392,10 +392,8 @@ class BiasRoute(Route):
         """Adjust the term so that experts in debt come nearer to their quota, by the counts of the last step."""
         mean = max(sum(kept_E) / len(self.term), 1.0)
         short_E = [(1 + self._boost) * (kept - extra) - kept for kept, extra in zip(kept_E, extra_E, strict=True)]
-        self.term = [
-            term + _RATE * short / mean if debt else 0.0
-            for term, short, debt in zip(self.term, short_E, debt_E, strict=True)
-        ]
+        rows = zip(self.term, short_E, debt_E, strict=True)
+        self.term = [term + _RATE * short / mean if debt else 0.0 for term, short, debt in rows]
 
     def _routed(self, router: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
         if self._asking or not router.training:
@@ -452,6 +450,5 @@ def weights(logits_TE: Tensor, idx_TK: Tensor, formula: Formula) -> Tensor:
 def _formula(router: nn.Module) -> Formula | None:
     for base in type(router).__mro__:
         if base.__name__ in _FORMULAS:
-            formula = _FORMULAS[base.__name__]
-            return formula or ("normalised" if getattr(router, "norm_topk_prob", False) else "softmax")
+            return _FORMULAS[base.__name__] or ("normalised" if getattr(router, "norm_topk_prob", False) else "softmax")
     return None

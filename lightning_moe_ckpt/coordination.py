@@ -110,8 +110,7 @@ class Exchange:
         """Return every rank's integers, by rank; all ranks must pass equally many."""
         if self._group is None:
             return [list(values)]
-        own = torch.tensor(list(values), dtype=torch.int64)
-        return [tensor.tolist() for tensor in self.gather_tensor(own)]
+        return [tensor.tolist() for tensor in self.gather_tensor(torch.tensor(list(values), dtype=torch.int64))]
 
     def gather_tensor(self, own: torch.Tensor) -> list[torch.Tensor]:
         """Return every rank's CPU tensor, by rank; shapes and dtypes must agree."""
@@ -142,9 +141,7 @@ class Exchange:
             failed = reason
         rows = cast("list[list[Any]]", self.gather_values([None if failed is None else str(failed), *said]))
         reasons, said[:] = [row[0] for row in rows], [row[1] for row in rows if row[1:]]
-        told = [
-            f"rank {rank}: {reason}" for rank, reason in zip(self._ranks, reasons, strict=True) if reason is not None
-        ]
+        told = [f"rank {rank}: {why}" for rank, why in zip(self._ranks, reasons, strict=True) if why is not None]
         if told:
             raise error(str(failed) if len(set(reasons)) == 1 else " ".join(told)) from failed
         assert len(said) in {0, len(rows)}, "ranks take part in exchanges of different kinds"
@@ -203,8 +200,7 @@ class Exchange:
         brought = packed([ROUTE.pack(to, self.rank) + encode(value) for to, value in messages])
         if _limited(brought) is _TOO_LARGE:
             brought = packed([ROUTE.pack(to, self.rank) + _TOO_LARGE for to in range(self.world_size)])
-        rows = self._take(routing, brought)
-        return [(ROUTE.unpack_from(row)[1], _decoded(row[ROUTE.size :])) for row in rows]
+        return [(ROUTE.unpack_from(row)[1], _decoded(row[ROUTE.size :])) for row in self._take(routing, brought)]
 
     def _take(self, exchange: Callable[[int, int, bytes], Steps[T]], said: bytes) -> T:
         """Take this rank's steps of an exchange, to which `said` is brought, and return the result."""
@@ -215,7 +211,7 @@ class Exchange:
     ) -> Callable[[], None]:
         """Begin to send bytes to ranks and to receive bytes from them; not collective, see `recovery.Transport`."""
         incoming = [(torch.frombuffer(view, dtype=torch.uint8), source) for source, view in receives]
-        outgoing = [(torch.frombuffer(_writable(view), dtype=torch.uint8), to) for to, view in sends]
+        outgoing = [(torch.frombuffer(bytearray(v) if v.readonly else v, dtype=torch.uint8), to) for to, v in sends]
         under_way = [(_begin(dist.irecv, tensor, source, self._group), tensor) for tensor, source in incoming]
         under_way += [(_begin(dist.isend, tensor, to, self._group), tensor) for tensor, to in outgoing]
 
@@ -326,11 +322,6 @@ def _decoded(payload: bytes) -> Any:
     return decode(payload)
 
 
-def _writable(view: memoryview) -> memoryview | bytearray:
-    """Return bytes that torch wraps without a warning: a copy if `view` is read-only."""
-    return bytearray(view) if view.readonly else view
-
-
 @dataclass(frozen=True, slots=True)
 class _Process:
     node: str
@@ -371,11 +362,8 @@ class Neighbours:
         said = cast("list[list[str]]", exchange.gather_values(own))
         self.hosts = tuple(each[0] for each in said)
         """Host name of each rank."""
-        self._processes = {
-            rank: _Process(each[1], int(each[2]), each[3])
-            for rank, each in enumerate(said)
-            if each[1:] and each[1] == self._own_node
-        }
+        here = {rank: each for rank, each in enumerate(said) if each[1:] and each[1] == self._own_node}
+        self._processes = {rank: _Process(each[1], int(each[2]), each[3]) for rank, each in here.items()}
 
     def gone(self, timeout: float) -> list[int]:
         """Return the ranks of this node whose process has ended, as soon as there are some, or none after `timeout` seconds."""
@@ -389,9 +377,7 @@ class Neighbours:
     @property
     def speaks(self) -> bool:
         """Whether this rank is the first living rank on its node."""
-        return self._rank == min(
-            (r for r, process in self._processes.items() if not process.is_gone), default=self._rank
-        )
+        return self._rank == min((r for r, each in self._processes.items() if not each.is_gone), default=self._rank)
 
 
 class Segment:
@@ -474,8 +460,7 @@ def own_versions() -> dict[str, str]:
 
 def agreed_versions(exchange: Exchange) -> dict[str, str]:
     """Return the releases of rank 0, for all markers; a rank with others is named in a warning. Collective."""
-    own = own_versions()
-    said = exchange.gather_values(own)
+    said = exchange.gather_values(own_versions())
     agreed = said[0]
     assert isinstance(agreed, dict)
     others = {rank: each for rank, each in enumerate(said) if each != agreed}
@@ -491,8 +476,7 @@ def agreed_versions(exchange: Exchange) -> dict[str, str]:
 
 def warn_of_other_versions(policy: Mapping[str, object], generation: object, now: Mapping[str, str]) -> None:
     """Warn that a restart may not be exact, if a generation with this `policy` was written by other releases than `now`."""
-    stored = policy.get(VERSIONS)
-    if stored == now:
+    if (stored := policy.get(VERSIONS)) == now:
         return
     log.warning(
         "%s was written with %s, and this job runs %s: its state is restored as it was, but that the steps after it "

@@ -147,8 +147,7 @@ def _cpu_name() -> str:
 
 def _devices() -> str:
     # The driver is not asked in this process, which may have to fork.
-    program = shutil.which("nvidia-smi")
-    if program is None:
+    if (program := shutil.which("nvidia-smi")) is None:
         return ""
     command = [program, "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)  # noqa: S603

@@ -244,11 +244,8 @@ class _Turns(Callback):
         self._gate.open()
 
     def _read(self) -> _Before:
-        checkpoint = self._checkpoint
-        return _Before(
-            checkpoint.report if checkpoint is not None else None,
-            getattr(self._peer, "seconds", 0.0),
-        )
+        report = None if self._checkpoint is None else self._checkpoint.report
+        return _Before(report, getattr(self._peer, "seconds", 0.0))
 
     def _costs(self, after: _Before) -> StepCosts:
         first, last, before = self._clocks[0], self._clocks[-1], self._before
@@ -442,16 +439,8 @@ def medians_by_name(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
 # -- tables
 
 _COLUMNS = (
-    "checkpoints",
-    "+ms/step",
-    "range",
-    "idle +ms",
-    "CPU +ms",
-    "beside +ms",
-    "hooks ms",
-    "stored",
-    "state MiB",
-    "shared MiB",
+    *("checkpoints", "+ms/step", "range", "idle +ms", "CPU +ms", "beside +ms"),
+    *("hooks ms", "stored", "state MiB", "shared MiB"),
 )
 _NOTE = """\
 +ms/step: longer than without checkpoints, medians of rounds; idle: steps at which nothing is taken; CPU: of the training \
@@ -461,12 +450,8 @@ generations of the steps measured; state: the optimizer's, of the first rank; sh
 
 def table(figures: Sequence[OverheadFigure]) -> RenderableType:
     """Return the figures for people."""
-    return table_of(
-        title_of(figures),
-        _COLUMNS,
-        [_row(figure) for figure in figures],
-        "\n".join([_NOTE, *filter(None, map(_causes, figures))]),
-    )
+    note = "\n".join([_NOTE, *filter(None, map(_causes, figures))])
+    return table_of(title_of(figures), _COLUMNS, [_row(figure) for figure in figures], note)
 
 
 def title_of(figures: Sequence[OverheadFigure]) -> str:
@@ -483,13 +468,8 @@ def _row(figure: OverheadFigure) -> list[str]:
     held = [f"{nbytes / 2**20:.1f}" for nbytes in (figure.state_nbytes, figure.shared_nbytes)]
     if figure.variant == "none":
         return ["none", *[""] * 7, *held]
-    row = [
-        figure.variant,
-        _ms(figure.added_seconds),
-        f"{low * 1e3:.1f} to {high * 1e3:.1f}",
-        _ms(figure.added_idle_seconds),
-    ]
-    row += [_ms(figure.added_thread_seconds), _ms(figure.added_beside_seconds)]
+    added = (figure.added_idle_seconds, figure.added_thread_seconds, figure.added_beside_seconds)
+    row = [figure.variant, _ms(figure.added_seconds), f"{low * 1e3:.1f} to {high * 1e3:.1f}", *map(_ms, added)]
     stored = f"{figure.generations_committed} of {figure.generations_complete}" if figure.window else ""
     return [*row, f"{figure.overhead_seconds * 1e3:.2f}", stored, *held]
 

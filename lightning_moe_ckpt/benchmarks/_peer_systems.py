@@ -62,7 +62,7 @@ class StateSaving(SavingEvery):
             trainer.optimizers[0].load_state_dict(state["optimizer"])
             for config, saved in zip(trainer.lr_scheduler_configs, state["schedulers"], strict=True):
                 config.scheduler.load_state_dict(saved)
-            self._first = state["step"]
+            self.first_step = state["step"]
 
     @override
     def save(self, step: int, trainer: Trainer, module: LightningModule) -> int:
@@ -105,7 +105,7 @@ class _Dcp(DcpCheckpoint):
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _join_world()
-        self._first = self.newest()
+        self.first_step = self.newest()
         super().on_fit_start(trainer, pl_module)
 
     @override

@@ -134,8 +134,7 @@ def _write(rows: Mapping[str, _Row], machine: Machine, options: SimpleNamespace)
 def _enter_environments(rows: Mapping[str, _Row], place: Path, stack: ExitStack, progress: Progress) -> None:
     """Start each environment's process for the rows; a row without process says why."""
     for index, name in enumerate(["", *REQUIREMENTS]):
-        own = [row for row in rows.values() if SYSTEMS[row.name].environment == name]
-        if not own:
+        if not (own := [row for row in rows.values() if SYSTEMS[row.name].environment == name]):
             continue
         progress(f"environment of {', '.join(row.name for row in own)}", index, 1 + len(REQUIREMENTS))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moe-ckpt-peers-")))
@@ -240,20 +239,14 @@ class _Row:
 def ranked(figures: Sequence[PeerFigure]) -> list[PeerFigure]:
     """Return the rows; `behind` of ours names the columns worse than the best other system's in the same place."""
     peers = [each for each in figures if each.system != _BASE and not SYSTEMS[each.system].is_ours]
-    return [
-        replace(each, behind=_behind(each, [peer for peer in peers if peer.place == each.place]))
-        if SYSTEMS[each.system].is_ours
-        else each
-        for each in figures
-    ]
+    return [replace(each, behind=_behind(each, peers)) if SYSTEMS[each.system].is_ours else each for each in figures]
 
 
-def _behind(figure: PeerFigure, others: Sequence[PeerFigure]) -> tuple[str, ...]:
-    said = []
+def _behind(figure: PeerFigure, peers: Sequence[PeerFigure]) -> tuple[str, ...]:
+    said, others = [], [peer for peer in peers if peer.place == figure.place]
     for column, worth in _WORTH.items():
         known = {value: each for each in others if (value := worth(each)) is not None}
-        own = worth(figure)
-        if own is not None and known and own > (best := min(known)):
+        if (own := worth(figure)) is not None and known and own > (best := min(known)):
             said.append(f"{column} ({known[best].label})")
     if (added := figure.added) is not None:
         slower = [each for each in others if each.added is not None and each.added.high < added.low]

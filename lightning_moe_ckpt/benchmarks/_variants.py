@@ -27,7 +27,6 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from typing_extensions import override
 
 from lightning_moe_ckpt.callbacks import (
-    CheckpointArguments,
     DenseCheckpoint,
     DifferentialCheckpoint,
     PartialExpertCheckpoint,
@@ -47,20 +46,17 @@ class SavingEvery(Callback):
     """
 
     def __init__(self, folder: Path, *, every_n_steps: int, first_step: int = 0) -> None:
-        self._folder, self._every, self._first = folder, every_n_steps, first_step
+        self._folder, self._every = folder, every_n_steps
+        self.first_step = first_step
+        """Step of the checkpoint that the fit began with."""
         self.seconds, self.nbytes = 0.0, 0
         """Training-thread time in saves so far, and the bytes saved on one rank: all ranks have the same state."""
-
-    @property
-    def first_step(self) -> int:
-        """Step of the checkpoint that the fit began with."""
-        return self._first
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step = self._first + trainer.global_step
+        step = self.first_step + trainer.global_step
         if step % self._every:
             return
         began = time.perf_counter()
@@ -94,10 +90,10 @@ class DcpCheckpoint(SavingEvery):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if dist.is_initialized():
             self._group = dist.new_group(backend="gloo")  # saves run beside training
-        if not self._first:
+        if not self.first_step:
             return
         state = self._state(trainer, pl_module)
-        load(state, checkpoint_id=self._folder / str(self._first), process_group=self._group)
+        load(state, checkpoint_id=self._folder / str(self.first_step), process_group=self._group)
         set_state_dict(
             pl_module, trainer.optimizers, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
@@ -198,14 +194,9 @@ class Variant:
             return f"zero1-{replace(self, shard_optimizer=False).name}"
         return f"{self.system}{self.every or ''}{'-memory' if self.memory_only and self.system not in PEERS else ''}"
 
-    @property
-    def captures_always(self) -> bool:
-        """Whether every step takes something."""
-        return self.every < 2 or self.system in ("sparse", "monitored", "differential")
-
     def skips(self, step: int) -> bool:
         """Return whether nothing is taken at this boundary."""
-        return not self.captures_always and step % self.every > 0
+        return not (self.every < 2 or self.system in ("sparse", "monitored", "differential")) and step % self.every > 0
 
 
 _POLICIES = [
@@ -227,9 +218,7 @@ VARIANTS = {each.name: each for each in (Variant("none"), *_POLICIES, *_PEER_VAR
 
 
 def chosen_variants(options: SimpleNamespace) -> list[Variant]:
-    """Return the variants to measure, training without checkpoints first. Raises `ConfigurationError` if `--variants` names an unknown
-    variant.
-    """
+    """Return the variants to measure, no checkpoints first. Raises `ConfigurationError` if `--variants` names an unknown one."""
     names = [name for name in (options.variants or "").split(",") if name not in ("", "none")]
     if unknown := [name for name in names if name not in VARIANTS]:
         raise ConfigurationError(f"`--variants {','.join(unknown)}`: there are {', '.join(VARIANTS)}.")
@@ -252,8 +241,7 @@ def checkpoint_of(variant: Variant, url: str, **more: Any) -> Callback | None:
         "partial": PartialExpertCheckpoint,
         "selective": SelectiveExpertCheckpoint,
     }
-    steps = {"every_n_steps": every} if every else {}
-    return policies[system](url, **steps, **shared) if system in policies else None
+    return policies[system](url, **{"every_n_steps": every} if every else {}, **shared) if system in policies else None
 
 
 def shared_arguments(*, memory_only: bool) -> dict[str, Any]:
@@ -261,7 +249,4 @@ def shared_arguments(*, memory_only: bool) -> dict[str, Any]:
 
     The measuring callback has clocks of its own process.
     """
-    target = (
-        {"overhead_target": None} if memory_only and "overhead_target" in CheckpointArguments.__annotations__ else {}
-    )
-    return {"untouched": ["callback.*"], **target}
+    return {"untouched": ["callback.*"], **({"overhead_target": None} if memory_only else {})}

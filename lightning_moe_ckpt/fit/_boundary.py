@@ -338,8 +338,6 @@ class Resumption:
 
     def _can_advance(self) -> bool:
         """Whether loaders can move to their place without fetching consumed batches again."""
-        draws, deterministic = (
-            any(name.startswith("loader") for name in self._watched.held.now()),
-            self._watched.deterministic,
-        )
+        draws = any(name.startswith("loader") for name in self._watched.held.now())
+        deterministic = self._watched.deterministic
         return _loaders.can_advance(self._trainer, draw_nothing=deterministic) and (deterministic or not draws)

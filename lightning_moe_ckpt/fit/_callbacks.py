@@ -89,9 +89,7 @@ class Findings:
 
 
 def _finders(trainer: Trainer) -> Iterable[BatchSizeFinder | LearningRateFinder]:
-    return (
-        callback for callback in callbacks_of(trainer) if isinstance(callback, (BatchSizeFinder, LearningRateFinder))
-    )
+    return (each for each in callbacks_of(trainer) if isinstance(each, (BatchSizeFinder, LearningRateFinder)))
 
 
 def averages_of(trainer: Trainer) -> Averages:
@@ -122,9 +120,7 @@ def averaging_callbacks(trainer: Trainer) -> list[Any]:
 
 
 def show_epoch(trainer: Trainer, num_done: int) -> None:
-    """Let the bar show the epoch in which a run resumes, without its first `num_done` batches: bars learn number and length only at
-    its start.
-    """
+    """Let the bar show the epoch of a resume without its first `num_done` batches: bars learn number and length only at its start."""
     bar, module = trainer.progress_bar_callback, trainer.lightning_module
     if isinstance(bar, (TQDMProgressBar, RichProgressBar)):
         # Lightning counts only the remaining steps if `max_steps` ends the epoch.

@@ -60,8 +60,7 @@ class _Awaiting(MetaPathFinder):
         if fullname != _CLI:
             return None
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
+        if (spec := importlib.util.find_spec(fullname)) is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def executed(module: ModuleType) -> None:
@@ -99,8 +98,7 @@ def remedy(message: str) -> str | None:
             return _meant(f"`{module}.{name}`: there is no such class.", name, dir(importlib.import_module(module)))
         takes = list(inspect.signature(found).parameters)
         for unknown in filter(None, (key for keys in _UNKNOWN.findall(message) for key in keys)):
-            option = unknown.rpartition(".")[2]
-            if option not in takes:
+            if (option := unknown.rpartition(".")[2]) not in takes:
                 return _meant(f"`{name}({option}=...)`: there is no such argument.", option, takes)
     return None
 
@@ -143,8 +141,7 @@ def _unwrapped(instantiate: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return instantiate(*given, **more)
         except Exception as error:
-            found = _ours(error)
-            if found is None or found is error:
+            if (found := _ours(error)) is None or found is error:
                 raise
             raise found from None
 

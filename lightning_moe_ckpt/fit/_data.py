@@ -227,8 +227,7 @@ class DataRecord:
         early = {} if "training" in self.loads else {"training": _BEGUN["training"]}
         for name, entry in (early | self.loads).items():
             if entry["begun"] is not None:
-                iterate = self._start["between_epochs"]
-                _positions.ask_for_loaders(self._trainer, name, entry["begun"], iterate=iterate)
+                _positions.ask_for_loaders(self._trainer, name, entry["begun"], iterate=self._start["between_epochs"])
         self._owners.restore_owners(self._start)
 
     def load_again(self) -> None:
@@ -397,8 +396,7 @@ class BatchLog:
         return batch
 
     def _logged(self, batch: Any) -> Any:
-        logged = self._original()
-        if logged is not None:
+        if (logged := self._original()) is not None:
             entry = logged[len(self._step)]
             batch = copied(entry["batch"])
             restore_rng(entry["random"])
@@ -410,8 +408,7 @@ class BatchLog:
     def _require_storable(self, batch: Any) -> None:
         if self._accepted:
             return  # a later batch of another type makes its window useless, which is reported then
-        reasons = refusals(batch)
-        if reasons:
+        if reasons := refusals(batch):
             raise ConfigurationError(
                 f"`batches='log'`: a batch cannot be stored exactly: {'; '.join(reasons[:3])}. Let the loader give tensors, "
                 "numbers and strings in lists, tuples and dicts, or use batches='reposition'."

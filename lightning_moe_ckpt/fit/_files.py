@@ -101,16 +101,11 @@ class CheckpointFiles:
 
     def take(self) -> FilesState:
         """Return the files written so far, and attributes that `ModelCheckpoint` leaves out of its state."""
-        return {
-            "saved": dict(self._saved),
-            "foreign": sorted(self._foreign),
-            "callbacks": {
-                checkpoint.state_key: {
-                    name: getattr(checkpoint, name) for name in _UNSAVED if hasattr(checkpoint, name)
-                }
-                for checkpoint in self._model_checkpoints()
-            },
+        callbacks = {
+            each.state_key: {name: getattr(each, name) for name in _UNSAVED if hasattr(each, name)}
+            for each in self._model_checkpoints()
         }
+        return {"saved": dict(self._saved), "foreign": sorted(self._foreign), "callbacks": callbacks}
 
     def restore(self, state: FilesState) -> None:
         """Continue from a taken state; call after the callbacks have loaded their states."""
@@ -187,8 +182,7 @@ def let_best_come_first(trainer: Trainer, callback: Callback) -> None:
     """Move `ModelCheckpoint` before our callback: `ckpt_path="best"` asks the first callback that is a `Checkpoint`."""
     callbacks = callbacks_of(trainer)
     last = max((i for i, each in enumerate(callbacks) if isinstance(each, ModelCheckpoint)), default=-1)
-    here = callbacks.index(callback)
-    if here < last:
+    if (here := callbacks.index(callback)) < last:
         # A new list: Lightning is iterating over the old one.
         moved = [*callbacks[:here], *callbacks[here + 1 : last + 1], callback, *callbacks[last + 1 :]]
         trainer.callbacks = moved  # type: ignore[attr-defined]
@@ -260,8 +254,7 @@ class LightningResume:
 
 def _listed(callback: ModelCheckpoint) -> list[str]:
     """Return paths of checkpoint files in the callback's folder, as seen by this rank; empty without a folder."""
-    folder = callback.dirpath
-    if folder is None or not callback._fs.exists(folder):
+    if (folder := callback.dirpath) is None or not callback._fs.exists(folder):
         return []
     names = [os.fspath(path).rpartition("/")[2] for path in callback._fs.ls(folder, detail=False)]
     return [f"{folder}/{name}" for name in names if name.endswith(callback.FILE_EXTENSION)]

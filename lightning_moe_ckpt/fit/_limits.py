@@ -50,11 +50,8 @@ def may_edit_unseen(trainer: Trainer, module: LightningModule, skip: tuple[type[
     Version counters of shards do not count `torch._foreach_*`. Code inside `training_step` is taken to leave weights alone.
     """
     hooks = (
-        "on_train_batch_start",
-        "on_before_zero_grad",
-        "on_before_backward",
-        "on_after_backward",
-        "on_before_optimizer_step",
+        *("on_train_batch_start", "on_before_zero_grad", "on_before_backward"),
+        *("on_after_backward", "on_before_optimizer_step"),
     )
     own = ("optimizer_zero_grad", "optimizer_step", "backward")
     return is_sharded(module) and (
@@ -100,8 +97,7 @@ def may_leave_out(trainer: Trainer, module: LightningModule, skip: tuple[type[Ca
 
 
 def _of_replay(module: LightningModule) -> Iterator[str]:
-    averaged = [name for name, each in module.named_modules() if isinstance(each, AveragedModel)]
-    if averaged:
+    if averaged := [name for name, each in module.named_modules() if isinstance(each, AveragedModel)]:
         yield (
             f"the module keeps averages of weights in {averaged}: while others are frozen in replay, they are updated "
             "from outdated weights. Keep them in a `WeightAveraging` callback, or use DenseCheckpoint"

@@ -140,9 +140,7 @@ class _Telling:
     def _drawn(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return random state at all moments, and the entries with random state inside: fetches, loads, data."""
         own, first = rows[self._rank % len(rows)], rows[0]
-        random = {
-            name: self._rng(row["random"].get(name) for row in rows) for name in first["random"] if name != "workers"
-        }
+        random = {name: self._rng(r["random"].get(name) for r in rows) for name in first["random"] if name != "workers"}
         if any(row["random"].get("workers") for row in rows):
             self._name("seeds of persistent workers, which are drawn anew")
         fetches = own.get("fetches", NO_FETCHES)
@@ -170,8 +168,7 @@ def placed(trainer: Trainer, start: Journal, *, logged: bool) -> Journal:
     """
     was, now, done = start.get("spread") or [_UNSAID], spread_of(trainer), start["batches_done"]
     inside = done and not (logged or start["between_epochs"])
-    own = next((each["own"] for each in (*was, *now) if "own" in each), "")
-    if own or not now:
+    if (own := next((each["own"] for each in (*was, *now) if "own" in each), "")) or not now:
         _require(not inside or start[OTHER_RANKS] == stage_size(trainer), own, start)
         return start
     before, after = start["loops"]["settings"]["accumulate_grad_batches"], trainer.accumulate_grad_batches

@@ -119,8 +119,7 @@ class MovedAttributes:
 
         Loaders that Lightning is about to replace are left out.
         """
-        taken = self._values.take(of)
-        if taken and loads_again(self._trainer):
+        if (taken := self._values.take(of)) and loads_again(self._trainer):
             return {name: text for name, text in taken.items() if not name.startswith("loader")}
         return taken
 
@@ -152,9 +151,7 @@ class MovedAttributes:
         module = self._module
         elsewhere: dict[str, object] = {f"module.{name}": each for name, each in module.named_modules() if name}
         elsewhere |= {f"module.{name}": each for name, each in chain(module.named_parameters(), module.named_buffers())}
-        elsewhere |= {f"optimizer{at}": optimizer for at, optimizer in enumerate(self._trainer.optimizers)} | dict(
-            self._roots()
-        )
+        elsewhere |= {f"optimizer{at}": each for at, each in enumerate(self._trainer.optimizers)} | dict(self._roots())
         (values or self._values).hold(owners, elsewhere, always=self._always)
 
     def _roots(self) -> Iterator[tuple[str, object]]:
@@ -162,8 +159,7 @@ class MovedAttributes:
         for name, part in self._module.named_modules():
             if name and not type(part).__module__.startswith("lightning_moe_ckpt."):
                 yield f"module.{name}", part
-        datamodule = datamodule_of(self._trainer)
-        if datamodule is not None:
+        if (datamodule := datamodule_of(self._trainer)) is not None:
             yield "datamodule", datamodule
         for name, callback in user_callbacks(self._trainer, self._skip):
             if not is_library(type(callback)):
@@ -212,12 +208,7 @@ def _set_by_library(kind: type) -> frozenset[str]:
     if not any("state_dict" in vars(base) for base in bases):
         return frozenset()
     codes = [value.__code__ for base in bases for value in vars(base).values() if isinstance(value, types.FunctionType)]
-    return frozenset(
-        instruction.argval
-        for code in codes
-        for instruction in dis.get_instructions(code)
-        if instruction.opname == "STORE_ATTR"
-    )
+    return frozenset(i.argval for code in codes for i in dis.get_instructions(code) if i.opname == "STORE_ATTR")
 
 
 def _loads_state(owner: object) -> bool:
@@ -246,8 +237,7 @@ class HeldGenerators:
     def _roots(self) -> Iterator[tuple[str, object]]:
         for fqn, module in self._module.named_modules():
             yield f"module.{fqn}" if fqn else "module", module
-        datamodule = datamodule_of(self._trainer)
-        if datamodule is not None:
+        if (datamodule := datamodule_of(self._trainer)) is not None:
             yield "datamodule", datamodule
         yield from user_callbacks(self._trainer, self._skip)
         yield from loader_objects(self._trainer)

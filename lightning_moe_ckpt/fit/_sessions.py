@@ -120,8 +120,7 @@ class Sessions:
 
     def among(self) -> Exchange:
         """Return the exchange of the ranks that go on together: this stage's if it is `ALONE`, or all."""
-        alone = self.standing is Standing.ALONE
-        return Exchange(self._groups, "stage_control" if alone else "control")
+        return Exchange(self._groups, "stage_control" if (self.standing is Standing.ALONE) else "control")
 
     # -- where stages recover alone
 

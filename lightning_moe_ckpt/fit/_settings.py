@@ -161,9 +161,7 @@ class Settings:
     ) -> None:
         self._trainer, self._on_change, self.logged, self._replay = trainer, on_change, logged, replay
         users = [
-            callback
-            for callback in _trainer.callbacks_of(trainer)
-            if not isinstance(callback, (*own, ProgressBar, ModelSummary))
+            each for each in _trainer.callbacks_of(trainer) if not isinstance(each, (*own, ProgressBar, ModelSummary))
         ]
         self._mine = {name: _plain(setting.read(trainer)) for name, setting in _YOURS.items()}
         self._mine |= {"callbacks": [type(user).__qualname__ for user in users], "seed": _trainer.take_seed()}
@@ -268,11 +266,9 @@ class Settings:
             # A later epoch's data sets may have other lengths.
             self._compare(found if later == 0 else {name: each for name, each in found.items() if name != "items"})
         self._mine |= found
-        kept = (
-            {"batch_size": self._stored["batch_size"]}
-            if self.pending and not self._settled and "batch_size" in self._differ and not self._regrouped
-            else {}
-        )
+        kept = {}
+        if self.pending and not self._settled and "batch_size" in self._differ and not self._regrouped:
+            kept = {"batch_size": self._stored["batch_size"]}
         if any(self._used.get(name) != value for name, value in {**found, **kept}.items()):
             self._used, self._written = {**self._used, **found, **kept}, None
         if kept:
@@ -299,11 +295,8 @@ class Settings:
         """Return known causes of other batches from here on, or of other losses in replay, in words; empty if there are none."""
         given = {"batch_size"} if self._resized is not None and not self._settled else set[str]()
         known = {name for name, rule in _RULES.items() if rule.explains == what} - given
-        return ", ".join(
-            f"`{name}` was {_text(was)} and is {_text(now)}"
-            for name, (was, now) in self._differ.items()
-            if name in known
-        )
+        differ = [(name, *both) for name, both in self._differ.items() if name in known]
+        return ", ".join(f"`{name}` was {_text(was)} and is {_text(now)}" for name, was, now in differ)
 
     @property
     def added_callbacks(self) -> tuple[str, ...]:
@@ -381,15 +374,9 @@ class Settings:
                 group["lr"] = was["lr"] * (now / first if first else 1.0)  # type: ignore[operator]
         changed = [name.removeprefix("optimizer.") for name in self._differ if name.startswith("optimizer.")]
         for was, own, now in zip(stored, fresh, stepped, strict=False):
-            moved = [
-                field
-                for field in now
-                if rates and (field in ("lr", "initial_lr") or repr(now[field]) != repr(own[field]))
-            ]
-            was.update(
-                {field: own[field] for field in changed if field in own and field != "lr"}
-                | {field: now[field] for field in moved}
-            )
+            moved = [key for key in now if rates and (key in ("lr", "initial_lr") or repr(now[key]) != repr(own[key]))]
+            fresh_fields = {field: own[field] for field in changed if field in own and field != "lr"}
+            was.update(fresh_fields | {field: now[field] for field in moved})
         load_groups_state(optimizer, stored)
 
     def _table(self) -> str:
@@ -410,11 +397,9 @@ class Settings:
             return later if self._on_change == "mine" and name != "seed" else "stored"
         notes = [rule.note] if rule.note else []
         if name == "batch_size" and self._start is not None and not self._start["between_epochs"] and not self.logged:
-            passed = (
-                "the samples that it has consumed"
-                if self._resized or self._regrouped
-                else "as many batches as it has had"
-            )
+            passed = "as many batches as it has had"
+            if self._resized or self._regrouped:
+                passed = "the samples that it has consumed"
             notes.append(f"this epoch goes on behind {passed}")
         return ": ".join([later if name in (_CLIPPING if self._regrouped else _REPLAYED) else "yours", *notes])
 

@@ -85,11 +85,8 @@ class Extras:
         name = f"`{type(module).__qualname__}.on_save_checkpoint`"
         if name in self._refused or not is_overridden("on_save_checkpoint", module):
             return {}
-        checkpoint: dict[str, Any] = {
-            "state_dict": {},
-            "epoch": module.current_epoch,
-            "global_step": module.global_step,
-        }
+        place = {"epoch": module.current_epoch, "global_step": module.global_step}
+        checkpoint: dict[str, Any] = {"state_dict": {}, **place}
         try:
             module.on_save_checkpoint(checkpoint)
         except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
@@ -107,8 +104,7 @@ class Extras:
 
     def _storable(self, name: str, state: object) -> bool:
         if name not in self._accepted and name not in self._refused:
-            reasons = refusals(state)
-            if reasons:
+            if reasons := refusals(state):
                 self._refuse(name, "; ".join(reasons[:3]))
             else:
                 self._accepted.add(name)  # checked once: a later change of type fails a window and is reported then
@@ -126,8 +122,7 @@ def require_storable(states: Mapping[str, object]) -> None:
     stored; the message names them.
     """
     for name, state in states.items():
-        reasons = refusals(state)
-        if reasons:
+        if reasons := refusals(state):
             raise ConfigurationError(
                 f"The state of {name} cannot be stored exactly: {'; '.join(reasons[:3])}. "
                 "Give it a `state_dict` of plain values and tensors."
@@ -264,16 +259,13 @@ class Trained:
             self._reducer.pieces.drop_cleared()
         graded = (param.grad is not None for param in self._stepped.values()) if self._may_keep else ()
         kept = {name: self._stepped[name].grad for name in sorted(self._kept)}
-        partial = (
-            {name: sums for name, param in self._stepped.items() if (sums := _partial(param.grad))}
-            if self._may_keep
-            else {}
-        )
+        copies = {name: _copied_shard(each) for name, each in kept.items() if each is not None}
+        partial = {}
+        if self._may_keep:
+            partial = {name: sums for name, param in self._stepped.items() if (sums := _partial(param.grad))}
         return {
             "gradients": bytes(graded),
-            **(
-                {"kept": {name: _copied_shard(each) for name, each in kept.items() if each is not None}} if kept else {}
-            ),
+            **({"kept": copies} if kept else {}),
             **({"partial": partial} if partial else {}),
             "requires_grad": bytes(map(attrgetter("requires_grad"), self._params.values())),
             "added": [[self._names.get(id(param), "?") for param in group["params"]] for group in added],
@@ -417,10 +409,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def _are_something(gradients: Sequence[Tensor]) -> list[bool]:
     """Return whether each gradient differs from zeros in any bit, as -0.0 does; waits once for a device."""
-    dense = (
-        gradient if gradient.layout is torch.strided else gradient.detach().coalesce().values()
-        for gradient in map(memory_of, gradients)
-    )
+    held = map(memory_of, gradients)
+    dense = (each if each.layout is torch.strided else each.detach().coalesce().values() for each in held)
     counts = [_bits(tensor).count_nonzero() for tensor in dense]
     together = torch.stack([count.to(counts[0].device) for count in counts]) if counts else torch.empty(0)
     return (together > 0).tolist()
@@ -470,15 +460,12 @@ class LayerState:
         self._graphs = [place for layer in layers for place in layer.graphs]
         own = nn.Module.get_extra_state
         self._modules = {fqn: each for fqn, each in module.named_modules() if type(each).get_extra_state is not own}
-        taken = self.take()
-        require_storable({f"layer `{fqn}`, {what}": v for what, s in taken.items() for fqn, v in s.items()})
+        require_storable({f"layer `{fqn}`, {what}": v for what, s in self.take().items() for fqn, v in s.items()})
 
     @property
     def attributes(self) -> set[tuple[str, str]]:
         """Plain attributes in the state, as (name of a module, attribute)."""
-        return {
-            place for each in (*self._capacity.values(), *self._extra.values()) for place in getattr(each, "places", ())
-        }
+        return {place for v in (*self._capacity.values(), *self._extra.values()) for place in getattr(v, "places", ())}
 
     def take(self) -> dict[str, Any]:
         """Return the values, by kind and layer."""

@@ -144,8 +144,7 @@ class SigtermTap:
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
             return
-        launcher = self._trainer.strategy.launcher
-        if launcher is not None:
+        if (launcher := self._trainer.strategy.launcher) is not None:
             launcher.kill(signum)  # processes started by Lightning itself
         self._listener()
 
@@ -197,8 +196,7 @@ def _shielding(original: Callable[..., None]) -> Callable[..., None]:
 
 def _kill(iterator: weakref.ref[Any], kill: Callable[[], None]) -> None:
     """End a worker that does not end by itself, without torch raising an error."""
-    owner = iterator()
-    if owner is not None and owner._worker_pids_set:
+    if (owner := iterator()) is not None and owner._worker_pids_set:
         owner._worker_pids_set = False
         _remove_worker_pids(id(owner))
     kill()

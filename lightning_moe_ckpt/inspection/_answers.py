@@ -182,11 +182,7 @@ def describe(view: RunView, stored: StoredGeneration) -> Row:
         "plan": _plan(commit.policy.get("plan"), str(commit.generation)),
         "kinds": _kinds(markers),
         "operators": _operators(commit.generation, markers),
-        "segments": [
-            _file_row(m.rank, {"step": segment.step}, segment.nbytes, segment)
-            for m in markers
-            for segment in m.segments
-        ],
+        "segments": [_file_row(m.rank, {"step": each.step}, each.nbytes, each) for m in markers for each in m.segments],
         "referenced": [
             _file_row(m.rank, _place(entry.generation), sum(r.nbytes for r in entry.segment.records), entry.segment)
             for m in markers
@@ -223,16 +219,9 @@ def _operators(generation: GenerationId, markers: Sequence[RankMarker]) -> list[
     for supplier, rank, step, record in _records(generation, markers):
         if not record.operator:
             continue
-        fresh: Row = {
-            "operator": record.operator,
-            "supplied_by": _place(supplier),
-            "steps_old": generation.step - supplier.step,
-            "kinds": {},
-            "ranks": set(),
-            "parameters": set(),
-            "no_state_yet": False,
-        }
-        row = rows.setdefault(record.operator, fresh)
+        fresh: Row = {"operator": record.operator, "supplied_by": _place(supplier)}
+        fresh |= {"steps_old": generation.step - supplier.step, "kinds": {}, "ranks": set(), "parameters": set()}
+        row = rows.setdefault(record.operator, {**fresh, "no_state_yet": False})
         kind = row["kinds"].setdefault(record.kind, {"nbytes": 0, "steps": set()})
         kind["nbytes"] += record.nbytes
         kind["steps"].add(step)
@@ -263,14 +252,9 @@ def _records(
 
 
 def _file_row(rank: int, place: Row, nbytes: int, segment: SegmentEntry) -> Row:
-    return {
-        "rank": rank,
-        **place,
-        "nbytes": nbytes,
-        "records": len(segment.records),
-        "operators": len({record.operator for record in segment.records if record.operator}),
-        "key": segment.key,
-    }
+    operators = {record.operator for record in segment.records if record.operator}
+    counts = {"records": len(segment.records), "operators": len(operators)}
+    return {"rank": rank, **place, "nbytes": nbytes, **counts, "key": segment.key}
 
 
 def inspect_tables(document: Row) -> list[RenderableType]:
@@ -401,14 +385,8 @@ def gc_document(found: Garbage) -> dict[str, Any]:
 
 
 def _judged_row(each: JudgedGeneration) -> dict[str, Any]:
-    return {
-        "step": each.generation.step,
-        "incarnation": each.generation.incarnation,
-        "objects": each.num_objects,
-        "unfinished": each.num_unfinished,
-        "nbytes": each.nbytes,
-        "reason": each.reason,
-    }
+    counts = {"objects": each.num_objects, "unfinished": each.num_unfinished, "nbytes": each.nbytes}
+    return {**_place(each.generation), **counts, "reason": each.reason}
 
 
 def gc_tables(found: Garbage) -> list[RenderableType]:

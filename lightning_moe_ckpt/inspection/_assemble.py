@@ -24,7 +24,7 @@ from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt
 from lightning_moe_ckpt.journal import decode_journal
 from lightning_moe_ckpt.recovery import Assembly, Replicas, Request, Version, Wanted, folded, stored, stored_index
-from lightning_moe_ckpt.snapshot import STAGES, is_average
+from lightning_moe_ckpt.snapshot import JOURNAL, PARAM, PRESENT, STAGES, is_average
 from lightning_moe_ckpt.storage import (
     CONSTANTS,
     Backend,
@@ -41,9 +41,6 @@ from lightning_moe_ckpt.tiers import is_differential
 log = rank_logger(__name__)
 
 BUFFER = "buffer"
-JOURNAL = "journal"
-PARAM = "param"
-PRESENT = "present"
 
 
 class LazyTensor(NamedTuple):
@@ -126,8 +123,7 @@ class Assembler:
         The whole operator, weights and optimizer state, comes from one generation, so parts read before are read anew.
         """
         operator, self._lost = self._lost, ""
-        bad = self._sources.get(operator)
-        if bad is None:
+        if (bad := self._sources.get(operator)) is None:
             return False
         for index in self._indexes:
             index.exclude(operator, bad)
@@ -188,8 +184,7 @@ class Assembler:
                     _add(found, name, each)
                 else:
                     absent.add(name)
-        partly = sorted(absent & found.keys())
-        if partly:
+        if partly := sorted(absent & found.keys()):
             self.notes.append(f"no optimizer state yet in parts of {_few(partly)}: zeros there")
         if absent - found.keys():
             self.notes.append(f"no optimizer state yet: {_few(sorted(absent - found.keys()))} left out")
@@ -284,8 +279,7 @@ class Assembler:
                 raise Corrupt(assembly.lost)
 
     def _read(self, request: Request, out: memoryview) -> None:
-        segment_U8 = self._folded.get(request.entry.key)
-        if segment_U8 is None:
+        if (segment_U8 := self._folded.get(request.entry.key)) is None:
             self._backend.get_range(request.entry.key, request.offset, out)
         else:
             out[:] = memoryview(segment_U8.numpy())[request.offset : request.offset + out.nbytes]  # type: ignore[arg-type]
@@ -301,8 +295,7 @@ def _distinct(records: Iterable[Replicas]) -> list[Replicas]:
     found: dict[tuple[object, ...], Replicas] = {}
     for each in records:
         if each.record.numel:
-            known = found.setdefault(identity_of(each.record), Replicas(each.record))
-            known.places += each.places
+            found.setdefault(identity_of(each.record), Replicas(each.record)).places += each.places
     return list(found.values())
 
 

@@ -44,8 +44,7 @@ class Check:
 
     name: str
     state: Observation
-    """`good`; `weaker`: works with less protection; `broken`: checkpoints there are not safe; `unknown`: cannot be
-    found out from here."""
+    """`good`; `weaker`: works with less protection; `broken`: checkpoints there are not safe; `unknown`: cannot be found out from here."""
     found: str
 
 
@@ -120,13 +119,11 @@ class _Place:
         return f"{self.prefix}{name}"
 
     def listed(self, name: str) -> list[str]:
-        prefix = self.key(name)
-        return [entry.key.removeprefix(self.prefix) for entry in self.backend.list(prefix)]
+        return [entry.key.removeprefix(self.prefix) for entry in self.backend.list(self.key(name))]
 
     def remove_stale(self) -> None:
         """Remove a killed examination's objects; a current examination's objects are younger."""
-        stale = [entry.key for entry in self.backend.list(PREFIX) if _age(entry.key) > _STALE_SECONDS]
-        self._remove(stale)
+        self._remove([entry.key for entry in self.backend.list(PREFIX) if _age(entry.key) > _STALE_SECONDS])
 
     def clean_up(self) -> None:
         self.backend.sweep(self.prefix)
@@ -209,8 +206,7 @@ def _pages(place: _Place) -> Tried:
     names = [f"pages/{number:05d}" for number in range(_PAGE)]
     with ThreadPoolExecutor(_RACERS) as pool:
         list(pool.map(lambda name: place.backend.put(place.key(name), b"x"), names))
-    listed = place.listed("pages/")
-    if listed != names:
+    if (listed := place.listed("pages/")) != names:
         return "broken", f"of {_PAGE} keys a listing shows {len(set(listed))}, {len(listed)} lines"
     return "good", f"{_PAGE} keys are listed whole and in order"
 

@@ -84,9 +84,7 @@ def write_dcp(out: Path, content: dict[str, Any], read: Mapping[int, Callable[[]
 
 
 def read_dcp(path: Path) -> dict[str, Any]:
-    """Return a folder's state as it was nested when it was saved; its tensors are lazy. Raises `ConfigurationError` if the folder cannot be
-    read.
-    """
+    """Return a folder's state, nested as it was saved, with lazy tensors. Raises `ConfigurationError` if the folder cannot be read."""
     try:
         reader = FileSystemReader(path)
         metadata = reader.read_metadata()

@@ -134,8 +134,7 @@ class _Job:
         """Write the chosen format. Raises `Corrupt` if bytes needed for it are damaged."""
         done = Export(step=self.commit.generation.step, incarnation=self.commit.generation.incarnation, format=chosen)
         of = {"safetensors": self.safetensors, "ckpt": self.checkpoint, "dcp": self.dcp, "huggingface": self.folder}
-        files = of[chosen](done)
-        done.files = {str(path): path.stat().st_size for path in files}
+        done.files = {str(path): path.stat().st_size for path in of[chosen](done)}
         done.notes += [*_age_note(self.commit, self.tensors), *self.tensors.notes]
         return done
 
@@ -223,8 +222,7 @@ def state_dict_names(
 
     Raises `ConfigurationError` if a name in `ties` is taken, or its stored name does not exist.
     """
-    known = set(stored)
-    unsaved = set(module.unsaved)
+    known, unsaved = set(stored), set(module.unsaved)
     names = {name: name for name in stored if name not in unsaved} | dict(module.aliases)
     for new, name in ties.items():
         if name not in known or new in names:
@@ -292,20 +290,14 @@ def _dense_commit(view: RunView, step: int | None) -> Commit:
     """Return the commit of the chosen generation, or raise if it is sparse."""
     commit = select(view, step).commit
     assert commit is not None, "`select` chooses among those with a manifest"
-    if _is_dense(commit):
+    if kind_of(commit) != "sparse":
         return commit
-    wanted = commit.generation.step
-    dense = [
-        c.generation.step
-        for generation in view.generations()
-        if generation.usable and (c := generation.commit) and _is_dense(c)
-    ]
+    wanted, usable = commit.generation.step, [each for each in view.generations() if each.usable]
+    dense = [each.generation.step for each in usable if each.commit is not None and kind_of(each.commit) != "sparse"]
     nearest = min(dense, key=lambda other: abs(other - wanted), default=None)
-    found = (
-        "There is no dense one."
-        if nearest is None
-        else f"The nearest dense one is step {nearest}: give --step {nearest}."
-    )
+    found = "There is no dense one."
+    if nearest is not None:
+        found = f"The nearest dense one is step {nearest}: give --step {nearest}."
     remedy = (
         f"{found} `moe-ckpt densify {view.url} -- SCRIPT ARGS` replays the newest in the run's own script, and stores it dense. A run "
         "that ends leaves a dense one last, and `SparseCheckpoint(dense_every_n_steps=...)` leaves one now and then."
@@ -316,18 +308,9 @@ def _dense_commit(view: RunView, step: int | None) -> Commit:
     )
 
 
-def _is_dense(commit: Commit) -> bool:
-    return kind_of(commit) != "sparse"
-
-
 def _metadata(commit: Commit, tensors: Assembler) -> dict[str, str]:
-    generation = commit.generation
-    told = {
-        "format": "pt",
-        "run_id": commit.run_id,
-        "step": str(generation.step),
-        "incarnation": str(generation.incarnation),
-    }
+    place = {"step": str(commit.generation.step), "incarnation": str(commit.generation.incarnation)}
+    told = {"format": "pt", "run_id": commit.run_id, **place}
     return {**told, VERSIONS: json.dumps(tensors.older, sort_keys=True)} if tensors.older else told
 
 
@@ -371,7 +354,7 @@ class LightningCheckpoint:
             **self._hyper_parameters(extra),
             **self._datamodule(extra, start),
             **({VERSIONS: self._stored.older} if self._stored.older else {}),
-            "epoch": _epoch(start),
+            "epoch": start["loops"]["epoch_progress"]["current"]["processed"] if start else 0,
             "global_step": self._commit.generation.step,
             "pytorch-lightning_version": importlib.metadata.version("lightning"),
             "state_dict": OrderedDict(tensors),
@@ -391,17 +374,12 @@ class LightningCheckpoint:
         self, entries: Mapping[str, Any], tensors: Mapping[str, Tensor], *, weights_only: bool
     ) -> dict[str, Any]:
         """Return the content that was imported; without a loop's progress it is for weights only."""
-        whole = {
-            "epoch": 0,
-            "pytorch-lightning_version": importlib.metadata.version("lightning"),
-            **entries,
-            "global_step": self._commit.generation.step,
-            "state_dict": OrderedDict(tensors),
-        }
+        first = {"epoch": 0, "pytorch-lightning_version": importlib.metadata.version("lightning")}
+        last = {"global_step": self._commit.generation.step, "state_dict": OrderedDict(tensors)}
+        whole = {**first, **entries, **last}
         for optimizer in entries.get("optimizer_states", ()):
             settings = [{key: group[key] for key in group if key != "params"} for group in optimizer["param_groups"]]
-            start = {"param_groups": settings, "trained": {"added": []}}
-            whole["optimizer_states"] = [self._optimizer(start)]
+            whole["optimizer_states"] = [self._optimizer({"param_groups": settings, "trained": {"added": []}})]
         training = {"optimizer_states", "lr_schedulers", "callbacks"} if weights_only else set[str]()
         return {key: each for key, each in whole.items() if key not in training}
 
@@ -418,10 +396,8 @@ class LightningCheckpoint:
         """Return the optimizer's `state_dict`: parameters in its groups' order. Raises `Corrupt` if these do not fit."""
         groups: list[dict[str, Any]] = start["param_groups"]
         ordered = [*self._module.param_groups, *start["trained"]["added"]]
-        everything = [name for names in ordered for name in names]
-        numbers: dict[str, Any] = dict(
-            zip(everything, everything if self._by_name else itertools.count(), strict=False)
-        )
+        flat = [name for names in ordered for name in names]
+        numbers: dict[str, Any] = dict(zip(flat, flat if self._by_name else itertools.count(), strict=False))
         state: dict[Any, dict[str, Any]] = {}
         for name, tensor in self._stored.optimizer().items():
             parameter, _, key = name.rpartition("/")
@@ -460,18 +436,15 @@ class LightningCheckpoint:
     def _hyper_parameters(self, extra: Mapping[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for owner in ("", "datamodule_"):
-            if f"{owner}hyper_parameters" in extra:
-                values = extra[f"{owner}hyper_parameters"]
-                found[f"{owner}hyper_parameters"] = self._plain(f"{owner}hyper_parameters", values)
-            if f"{owner}hparams_name" in extra:
-                found[f"{owner}hparams_name"] = extra[f"{owner}hparams_name"]
+            if (name := f"{owner}hyper_parameters") in extra:
+                found[name] = self._plain(name, extra[name])
+            if (name := f"{owner}hparams_name") in extra:
+                found[name] = extra[name]
         return found
 
     def _datamodule(self, extra: Mapping[str, Any], start: Mapping[str, Any]) -> dict[str, Any]:
         state = start.get("datamodule")
         return {extra["datamodule"]: self._plain("the data module", state)} if state and "datamodule" in extra else {}
-
-    # -- what is stored
 
     def _extra(self) -> dict[str, Any]:
         extra = read_extra(self._module)
@@ -481,17 +454,10 @@ class LightningCheckpoint:
 
     def _plain(self, owner: str, values: Mapping[Any, Any]) -> dict[Any, Any]:
         """Return the values that `torch.load(weights_only=True)` accepts."""
-        unsafe = [key for key, value in values.items() if not _is_plain(value)]
-        if unsafe:
+        if unsafe := [key for key, value in values.items() if not _is_plain(value)]:
             named = ", ".join(map(str, unsafe))
             self.notes.append(f"{named} of {owner} left out: torch.load(weights_only=True) refuses its type")
         return {key: value for key, value in values.items() if key not in unsafe}
-
-
-def _epoch(start: Mapping[str, Any]) -> int:
-    """Return the current epoch, from the progress of the loops."""
-    epoch: int = start["loops"]["epoch_progress"]["current"]["processed"] if start else 0
-    return epoch
 
 
 def _is_plain(value: object) -> bool:

@@ -29,11 +29,20 @@ from torch._weights_only_unpickler import UnpicklingError  # type: ignore[attr-d
 from lightning_moe_ckpt.coordination import VERSIONS, own_versions
 from lightning_moe_ckpt.errors import ConfigurationError, NoUsableGeneration
 from lightning_moe_ckpt.inspection._answers import Row
-from lightning_moe_ckpt.inspection._assemble import JOURNAL, PARAM, PRESENT, LazyTensor
+from lightning_moe_ckpt.inspection._assemble import LazyTensor
 from lightning_moe_ckpt.inspection._dcp import INDEX, META, read_dcp
 from lightning_moe_ckpt.journal import encode, encode_journal
 from lightning_moe_ckpt.policies import Plan
-from lightning_moe_ckpt.snapshot import IMPORTED, LEFT_OUT, SEGMENT_METADATA, PlanRecord, storable
+from lightning_moe_ckpt.snapshot import (
+    IMPORTED,
+    JOURNAL,
+    LEFT_OUT,
+    PARAM,
+    PRESENT,
+    SEGMENT_METADATA,
+    PlanRecord,
+    storable,
+)
 from lightning_moe_ckpt.storage import (
     Backend,
     GenerationId,
@@ -143,8 +152,7 @@ def _fields(foreign: Foreign, fqn: str, first: int, last: int) -> Iterator[_Fiel
 
 def _journal(foreign: Foreign) -> _Field:
     optimizers = {"optimizer_states": [{"param_groups": foreign.groups}]} if foreign.groups else {}
-    start = {IMPORTED: {**foreign.entries, **optimizers}}
-    journal = {"start": start, "outcome": {"step": foreign.step, "losses": []}}
+    journal = {"start": {IMPORTED: {**foreign.entries, **optimizers}}, "outcome": {"step": foreign.step, "losses": []}}
     payload = torch.frombuffer(bytearray(encode_journal(journal, 2**62)), dtype=torch.uint8)
     return _record(JOURNAL, "", JOURNAL, "", (torch.uint8, (len(payload),)), 0, len(payload)), payload.detach
 
@@ -345,17 +353,11 @@ def _names(
     assignments are possible, or none is.
     """
     numbers = [each for group in groups for each in group["params"]]
-    said = [
-        prefix + str(each)
-        for each in chain.from_iterable(group.get("param_names") or group["params"] for group in groups)
-    ]
+    said = [prefix + str(each) for group in groups for each in group.get("param_names") or group["params"]]
     if len(said) == len(numbers) and set(said) <= found.tensors.keys():
         return dict(zip(numbers, said, strict=True))
-    known = [
-        (name, each.shape)
-        for name, each in found.tensors.items()
-        if each.dtype.is_floating_point and name.rpartition(".")[2] not in _KNOWN_BUFFERS
-    ]
+    floating = [(name, each.shape) for name, each in found.tensors.items() if each.dtype.is_floating_point]
+    known = [each for each in floating if each[0].rpartition(".")[2] not in _KNOWN_BUFFERS]
     shapes = [[_shapes(states.get(each, {})) for each in group["params"]] for group in groups]
     sets = [set(chain.from_iterable(of)) for of in shapes]
     names: dict[Any, str] = {}

@@ -73,14 +73,14 @@ def page_of(found: RunProgress) -> str:
         _table((), list(facts.items()), kind="facts"),
         *_plots(found),
         "<h2>Starts</h2>",
-        _table(
-            _START_TITLES,
-            map(start_cells, found.incarnations[-_MOST_ROWS:]),
-        ),
+        _table(_START_TITLES, map(start_cells, found.incarnations[-_MOST_ROWS:])),
         "<h2>Newest step by rank and tier</h2>",
         _table(("rank", "own memory", "other nodes", "storage"), _rank_rows(found.places)),
         "<h2>Generations in storage</h2>",
-        _table(("step", "age", "incarnation", "kind", "size", "usable"), _generations(found)),
+        _table(
+            ("step", "age", "incarnation", "kind", "size", "usable"),
+            (_generation(each, found.now) for each in found.generations[:_MOST_ROWS]),
+        ),
     ]
     title = html.escape(f"{found.url}: {found.state}")
     head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
@@ -100,10 +100,6 @@ def _rank_rows(places: Sequence[NewestStep]) -> list[list[str]]:
         said = ["-" if cell is None else f"{cell.step}, {time_text(cell.age_seconds)} ago" for cell in cells]
         rows.append(["all, committed" if rank < 0 else str(rank), *said])
     return rows
-
-
-def _generations(found: RunProgress) -> list[list[str]]:
-    return [_generation(generation, found.now) for generation in found.generations[:_MOST_ROWS]]
 
 
 def _generation(each: StoredGeneration, now: float) -> list[str]:
@@ -140,9 +136,11 @@ def _plots(found: RunProgress) -> list[str]:
     axis = _Axis(found.incarnations)
     if not axis.incarnations:
         return ["<p>There are no plots: the log of this run has no figures yet, or an older release wrote it.</p>"]
-    drawn = [
-        ("Steps", "Steps that training had reached; each colour is a start, dashed lines are restarts.", _steps),
-        ("Lag of storage", "Steps between training and the newest generation in storage.", _lag),
+    steps = partial(_lines, values=lambda samples: [sample.step for sample in samples], what="step")
+    lag = partial(_lines, values=lambda those: [each.step - (each.stored or 0) for each in those], what="steps")
+    drawn: list[tuple[str, str, _Draw]] = [
+        ("Steps", "Steps that training had reached; each colour is a start, dashed lines are restarts.", steps),
+        ("Lag of storage", "Steps between training and the newest generation in storage.", lag),
         ("Speed", "Steps per second between two entries of the log, replayed steps included.", _speed),
         ("Goodput", "Where the time has gone: parts of the wall time since the first process began.", _goodput),
     ]
@@ -183,24 +181,13 @@ def _lines(
     alike: dict[int, list[int]] = {}
     for incarnation in axis.incarnations:
         alike.setdefault(incarnation.number % len(_COLOURS), []).append(incarnation.number)
-    for incarnation in axis.incarnations:
-        numbers, samples = alike[incarnation.number % len(_COLOURS)], kept(incarnation.samples)
+    for each in axis.incarnations:
+        numbers, samples = alike[each.number % len(_COLOURS)], kept(each.samples)
         named = ", ".join(map(str, numbers[:_MOST_NAMED])) + ", ..." * (len(numbers) > _MOST_NAMED)
-        marks = {
-            "label": named if incarnation.number == numbers[0] else "",
-            "color": _COLOURS[incarnation.number % len(_COLOURS)],
-        }
+        marks = {"label": named if each.number == numbers[0] else "", "color": _COLOURS[each.number % len(_COLOURS)]}
         axes.plot(axis.times(samples), values(samples), ".-", markersize=3, linewidth=1.2, **marks)
     axes.set_ylabel(what)
     axes.set_ylim(bottom=0)
-
-
-def _steps(axes: Any, axis: _Axis) -> None:
-    _lines(axes, axis, lambda samples: [sample.step for sample in samples], "step")
-
-
-def _lag(axes: Any, axis: _Axis) -> None:
-    _lines(axes, axis, lambda samples: [sample.step - (sample.stored or 0) for sample in samples], "steps")
 
 
 def _goodput(axes: Any, axis: _Axis) -> None:
@@ -252,10 +239,8 @@ def follow(view: RunView, every_seconds: float) -> int:
 
 def screen_of(found: RunProgress) -> RenderableType:
     """Return the whole screen, readable at 80 columns."""
-    parts: list[RenderableType] = [_heading(found), _figures(found), _ranks(found.places)]
-    if found.incarnations:
-        parts.append(_starts(found.incarnations))
-    return Group(*parts)
+    starts = [_starts(found.incarnations)] if found.incarnations else []
+    return Group(_heading(found), _figures(found), _ranks(found.places), *starts)
 
 
 def _heading(found: RunProgress) -> Text:
@@ -264,8 +249,7 @@ def _heading(found: RunProgress) -> Text:
         return Text(said, overflow="fold")
     text = Text(f"{found.url}\nrun {found.run_id}: ", overflow="fold")
     text.append(found.state, _STATES[found.state])
-    number = found.incarnations[-1].number if found.incarnations else "?"
-    text.append(f", incarnation {number}")
+    text.append(f", incarnation {found.incarnations[-1].number if found.incarnations else '?'}")
     if found.silent_seconds is not None:
         text.append(f", changed {time_text(found.silent_seconds)} ago")
     return text
@@ -278,8 +262,7 @@ def _figures(found: RunProgress) -> Table:
     for name, value in figures(found).items():
         grid.add_row(name, value)
     if found.step is not None and found.last_step:
-        done = min(found.step, found.last_step)
-        grid.add_row("", ProgressBar(total=found.last_step, completed=done, width=50))
+        grid.add_row("", ProgressBar(total=found.last_step, completed=min(found.step, found.last_step), width=50))
     return grid
 
 
@@ -296,21 +279,16 @@ def figures(found: RunProgress) -> dict[str, str]:
         if found.nbytes_per_second is not None:
             said["rate"] += f", {rate_text(found.nbytes_per_second)} captured"
     if found.lag_steps is not None:
-        said["storage"] = (
-            f"step {found.stored}, {found.lag_steps} behind" if found.lag_steps > 0 else f"step {found.stored}"
-        )
+        said["storage"] = f"step {found.stored}" + f", {found.lag_steps} behind" * (found.lag_steps > 0)
     if found.goodput is not None and found.goodput.wall:
         said["goodput"] = f"{found.goodput.share:.1%} of {time_text(found.goodput.wall)}{_losses(found.goodput)}"
-    starts = len(found.incarnations)
-    if starts:
+    if starts := len(found.incarnations):
         lost = "1 step was" if found.lost_steps == 1 else f"{found.lost_steps} steps were"
         again = f", {lost} taken again" if found.lost_steps else ""
         said["starts"] = f"{starts}{again}"
     skipped = found.incarnations[-1].figures.get("skipped") if found.incarnations else None
     if isinstance(skipped, dict) and sum(skipped.values()):
-        said["skipped"] = "generations: " + ", ".join(
-            f"{number} by {tier}" for tier, number in skipped.items() if number
-        )
+        said["skipped"] = "generations: " + ", ".join(f"{each} by {tier}" for tier, each in skipped.items() if each)
     if found.incarnations and (slow := found.incarnations[-1].figures.get("slow_ranks")):
         said["slow"] = f"{slow}: the others wait for it"
     if void := [f"incarnation {each.number}: {each.void}" for each in found.incarnations if each.void]:

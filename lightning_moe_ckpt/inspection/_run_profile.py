@@ -237,13 +237,10 @@ def _model(markers: Iterable[RankMarker]) -> dict[str, Any]:
         sizes[operator] += numel
     layers = len(set(experts.values()))
     most = max(of_ranks, key=lambda each: sum(full for full, _ in each.values()))
-    return {
-        "layers": max(1, layers),
-        "experts": len(experts) // layers if layers else 0,
-        "params": sum(sizes.values()),
-        "expert_params": max((sizes[name] for name in experts), default=0),
-        "operators": [*most.values()],
-    }
+    largest = max((sizes[name] for name in experts), default=0)
+    per_layer = len(experts) // layers if layers else 0
+    numbers = {"params": sum(sizes.values()), "expert_params": largest}
+    return {"layers": max(1, layers), "experts": per_layer, **numbers, "operators": [*most.values()]}
 
 
 def _mean(weighted: Iterable[tuple[float, float]]) -> float | None:

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 from lightning_moe_ckpt.goodput import Goodput
@@ -191,15 +192,12 @@ def _number(value: object) -> float | None:
 
 
 def _in_memory(memory: Sequence[Leftover]) -> list[NewestStep]:
+    known = [(each, "host" if each.what == "ring" else "peer") for each in memory]
     return [
         NewestStep(
-            tier="host" if each.what == "ring" else "peer",
-            rank=each.rank or 0,
-            step=each.step,
-            age_seconds=each.age_seconds,
-            held=bool(each.held_by),
+            tier=tier, rank=each.rank or 0, step=each.step, age_seconds=each.age_seconds, held=bool(each.held_by)
         )
-        for each in memory
+        for each, tier in known
         if each.step is not None
     ]
 
@@ -233,7 +231,7 @@ def _progress(
         known.append(newest.reached)
     step = max(known, default=None)
     last_step = newest.figures.get("last_step") if newest is not None else None
-    rate, captured = _rates(newest)
+    (rate, captured), sampled = _rates(newest), [sample for start in incarnations for sample in start.samples]
     silent = _silence(now, incarnations, places)
     finished = isinstance(last_step, int) and stored is not None and stored >= last_step
     gone = not held and any(place.held is False and place.tier == "host" for place in places)
@@ -251,11 +249,7 @@ def _progress(
         steps_per_second=rate,
         nbytes_per_second=captured,
         eta_seconds=left / rate if left is not None and rate and not quiet and not finished else None,
-        goodput=max(
-            (each.goodput for start in incarnations for each in start.samples if each.goodput.wall),
-            key=_wall,
-            default=None,
-        ),
+        goodput=max((each.goodput for each in sampled if each.goodput.wall), key=attrgetter("wall"), default=None),
         lost_steps=_lost(incarnations),
         incarnations=incarnations,
         places=tuple(places),
@@ -278,15 +272,8 @@ def _rates(newest: Incarnation | None) -> tuple[float | None, float | None]:
 
 
 def _lost(incarnations: Sequence[Incarnation]) -> int:
-    return sum(
-        max(0, (before.reached or 0) - (after.resumed_from or 0))
-        for before, after in pairwise(incarnations)
-        if before.reached is not None
-    )
-
-
-def _wall(goodput: Goodput) -> float:
-    return goodput.wall
+    pairs = [(each.reached, after.resumed_from or 0) for each, after in pairwise(incarnations)]
+    return sum(max(0, reached - resumed) for reached, resumed in pairs if reached is not None)
 
 
 def _silence(now: float, incarnations: Sequence[Incarnation], places: Sequence[NewestStep]) -> float | None:
@@ -301,7 +288,6 @@ def by_rank(places: Sequence[NewestStep]) -> dict[int, dict[str, NewestStep]]:
     """Return places by rank, then by tier; the newest of several in a tier."""
     found: dict[int, dict[str, NewestStep]] = defaultdict(dict)
     for place in places:
-        known = found[place.rank].get(place.tier)
-        if known is None or known.step < place.step:
+        if (known := found[place.rank].get(place.tier)) is None or known.step < place.step:
             found[place.rank][place.tier] = place
     return dict(sorted(found.items()))

@@ -85,19 +85,13 @@ class Leftover:
 
 
 def answer(*, tag: str | None, clear: bool, force: bool, dry_run: bool) -> Answer:
-    """List, and clear if asked to, the files in this node's shared memory, for the run `tag` or all; `force` also removes files
-    held by a process.
-    """
+    """List, and clear if asked to, this node's shared memory of the run `tag` or of all; `force` also removes files held by a process."""
     directory = shared_directory()
     found = [leftover for leftover in leftovers(directory) if tag in (None, leftover.tag)]
     goes = [each for each in found if clear and (force or not each.why_kept)]
     cleared = [generation for generation in goes if not dry_run and _remove(generation)]
-    document = {
-        "directory": str(directory),
-        "found": [asdict(each) for each in found],
-        "cleared": [each.path for each in cleared],
-        "would_clear": [generation.path for generation in goes] if dry_run else [],
-    }
+    gone = {"cleared": [each.path for each in cleared], "would_clear": [each.path for each in goes] if dry_run else []}
+    document = {"directory": str(directory), "found": [asdict(each) for each in found], **gone}
     failed = 0 if dry_run else len(goes) - len(cleared)
     return Answer(document, lambda: _tables(directory, found, goes, clear=clear, dry_run=dry_run), 2 if failed else 0)
 
@@ -114,8 +108,7 @@ def leftovers(directory: Path, pattern: str = "*") -> list[Leftover]:
 
 def _look(name: str, paths: Sequence[Path], holders: _Holders) -> Leftover | None:
     everything = [path for each in paths for path in (each, *(each.rglob("*") if each.is_dir() else ()))]
-    statuses = [status for path in everything if (status := _status(path)) is not None]
-    if not statuses:
+    if not (statuses := [status for path in everything if (status := _status(path)) is not None]):
         return None  # removed meanwhile
     match = _NAME.fullmatch(name)
     memory = paths[0].with_name(name)
@@ -226,15 +219,14 @@ def _tables(
 ) -> list[RenderableType]:
     if not found:
         return [f"nothing of lightning_moe_ckpt is in {directory}"]
-    last = "fate" if clear else "owner"
-    titles = ("run", "rank", "what", "step", "size", "age", "held by", last)
+    titles = ("run", "rank", "what", "step", "size", "age", "held by", ("fate" if clear else "owner"))
     table = plain_table(*titles, right=("rank", "step", "size", "age"), wraps="held by")
     for each in found:
         run = each.tag[:8] or Path(each.path).name.removeprefix(_PREFIX)
-        place = (run, _or_dash(each.rank), each.what, _or_dash(each.step))
+        rank, step = ("-" if number is None else str(number) for number in (each.rank, each.step))
         held = each.why_kept.replace("process ", "pid ") or "nobody"
         fate = _fate(each, goes, dry_run=dry_run) if clear else each.owner
-        table.add_row(*place, size_text(each.nbytes), time_text(each.age_seconds), held, fate)
+        table.add_row(run, rank, each.what, step, size_text(each.nbytes), time_text(each.age_seconds), held, fate)
     free = [each for each in found if not each.why_kept]
     said = (
         f"{len(found)} in {directory}, {_sum(found)}; {len(free)} held by nobody, {_sum(free)}. A run that is started again "
@@ -254,10 +246,6 @@ def _fate(each: Leftover, goes: Sequence[Leftover], *, dry_run: bool) -> str:
     if dry_run:
         return "would go"
     return "could not be removed" if any(os.path.lexists(name) for name in each.files) else "removed"
-
-
-def _or_dash(value: int | None) -> str:
-    return "-" if value is None else str(value)
 
 
 def _sum(those: Sequence[Leftover]) -> str:
@@ -387,8 +375,7 @@ class Flush:
 
     def _is_link(self, version: Version) -> bool:
         """Return whether a version is a difference to the step before."""
-        copy = next(iter(self._parts[version].values()))[0]
-        return is_differential(self._memory.read_marker(copy).policy)
+        return is_differential(self._memory.read_marker(next(iter(self._parts[version].values()))[0]).policy)
 
     def _chain(self, version: Version) -> list[Version]:
         """Return the versions from a full state, or from behind the newest commit, up to this version, oldest first."""
@@ -404,11 +391,8 @@ class Flush:
 
     def _bring_part(self, chain: Sequence[Version], rank: int) -> RankMarker:
         """Store a rank's part from good copies, and return its marker in storage."""
-        contents, reasons, held = (
-            Contents(chain[-1].generation, self._backend),
-            "",
-            [self._parts[each][rank] for each in chain],
-        )
+        contents, reasons = Contents(chain[-1].generation, self._backend), ""
+        held = [self._parts[each][rank] for each in chain]
         for turn in range(max(map(len, held))):
             try:
                 return self._put(contents, [copies[min(turn, len(copies) - 1)] for copies in held])

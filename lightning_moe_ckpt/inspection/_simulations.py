@@ -94,8 +94,7 @@ def simulation_answer(
     for name in chosen or SYSTEMS:
         system = system_of(name)
         runs = [simulate(profile, system, failures, until_seconds=wall, seed=seed) for seed in range(seeds)]
-        closed = None if trace else expected(profile, system, mean, scope)
-        rows.append(_Row(name=name, runs=runs, expected=closed))
+        rows.append(_Row(name=name, runs=runs, expected=None if trace else expected(profile, system, mean, scope)))
     if plot is not None:
         _draw(plot, rows)
     facts = {"profile": str(path), "mtbf": None if trace else mtbf, "trace": str(trace) if trace else None}
@@ -185,8 +184,7 @@ def planned(profile: Path, *, mtbf: object, url: str, as_yaml: bool, **limits: A
         text = yaml.safe_dump({"trainer": {"callbacks": [entry]}}, sort_keys=False).rstrip()
         return Answer(entry, lambda: [text])
     best, *others = [each.document() for each in found]
-    document = {**best, "why": reasons(found), "alternatives": others}
-    return Answer(document, lambda: _choices(read, found))
+    return Answer({**best, "why": reasons(found), "alternatives": others}, lambda: _choices(read, found))
 
 
 def _choices(profile: Profile, found: Sequence[PlannedRun]) -> list[RenderableType]:
@@ -203,11 +201,8 @@ def _choices(profile: Profile, found: Sequence[PlannedRun]) -> list[RenderableTy
         "expected goodput": [f"{each.goodput.share:.2%}" for each in found],
     }
     shares = [each.goodput.shares() for each in found]
-    rows |= {
-        f"  {part}": [f"{each[part]:.2%}" for each in shares]
-        for part in PARTS[1:]
-        if any(each[part] >= 5e-5 for each in shares)
-    }
+    lost = [part for part in PARTS[1:] if any(each[part] >= 5e-5 for each in shares)]
+    rows |= {f"  {part}": [f"{each[part]:.2%}" for each in shares] for part in lost}
     if any(each.lost_portion for each in found):
         rows["lost tokens"] = [f"{each.lost_portion:.2%}" if each.lost_portion else "none" for each in found]
     for name, cells in rows.items():

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -29,23 +29,11 @@ _INDEX = "model.safetensors.index.json"
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-class Tensors(Protocol):
-    """Gives tensors by their stored names."""
-
-    @property
-    def stored(self) -> Mapping[str, StoredTensor]:
-        """Return the stored tensors; no bytes are read."""
-
-    def read(self, name: str) -> Tensor:
-        """Read a stored tensor, whole."""
-
-
 def choose_model(module: ModuleEntry, prefix: str | None) -> HuggingFaceEntry:
     """Return the Hugging Face model in a trained module; `prefix` names it there, and is needed if there are several. Raises
     `ConfigurationError` if there is no model, or `prefix` does not choose one.
     """
-    models = {each.prefix: each for each in module.hugging_face}
-    if not models:
+    if not (models := {each.prefix: each for each in module.hugging_face}):
         raise ConfigurationError(
             f"`{module.class_name}` holds no Hugging Face model, so it cannot become a folder for `from_pretrained`. "
             "Give an OUT that ends in .safetensors or .ckpt."
@@ -88,7 +76,7 @@ def plan_shards(sizes: Mapping[str, int], max_nbytes: int) -> dict[str, list[str
 
 
 def write_folder(
-    out: Path, model: HuggingFaceEntry, names: Mapping[str, str], tensors: Tensors, *, max_shard_nbytes: int
+    out: Path, model: HuggingFaceEntry, names: Mapping[str, str], tensors: Assembler | Adapter, *, max_shard_nbytes: int
 ) -> list[Path]:
     """Write weights, their index if there are several files, and configurations to an existing folder, one file's tensors at a
     time.
@@ -193,11 +181,8 @@ class Adapter:
                 f"`--merge`: {', '.join(self._others[:4])} cannot be added to weights of the base here. Export without it, "
                 "and let PEFT merge: `PeftModel.from_pretrained(base, FOLDER).merge_and_unload()`."
             )
-        found: dict[str, str] = {}
         trained = f".modules_to_save.{self.name}."
-        for name, stored in names.items():
-            if trained in name:
-                found[name.replace(trained, ".")] = stored
+        found = {name.replace(trained, "."): stored for name, stored in names.items() if trained in name}
         for name, stored in names.items():
             if not (".lora_" in name or ".modules_to_save." in name or ".original_module." in name):
                 found[name.replace(".base_layer", "")] = stored

@@ -18,9 +18,9 @@ from itertools import chain, pairwise
 from math import prod
 
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt
-from lightning_moe_ckpt.inspection._assemble import BUFFER, PARAM, constants_of, identity_of, shared_element
+from lightning_moe_ckpt.inspection._assemble import BUFFER, constants_of, identity_of, shared_element
 from lightning_moe_ckpt.recovery import Replicas, Version, stored_index
-from lightning_moe_ckpt.snapshot import PACKED
+from lightning_moe_ckpt.snapshot import PACKED, PARAM
 from lightning_moe_ckpt.storage import (
     Backend,
     Commit,
@@ -135,8 +135,7 @@ class _Reading:
         """Read the generation's markers and its own files."""
         if self.stored.damage is not None:
             self.reasons.append(self.stored.damage)
-        commit = self.stored.commit
-        if commit is None:
+        if (commit := self.stored.commit) is None:
             return
         for rank in range(commit.world_size):
             try:
@@ -170,8 +169,7 @@ class _Reading:
                     good = all(files.has_good(each) for each in index.operator(name, source).values())
                     copies[name][source] = copies[name].get(source, True) and good
         numbers = {name: sum(found.values()) for name, found in copies.items()}
-        lost = sorted(name for name, number in numbers.items() if number == 0)
-        if lost:
+        if lost := sorted(name for name, number in numbers.items() if number == 0):
             self.reasons.append(f"no good copy is left of {len(lost)} operators, first {lost[0]}")
         return sum(number == 1 for number in numbers.values())
 
@@ -193,9 +191,7 @@ def _read_referenced(readings: Sequence[_Reading], files: _Files, view: RunView)
 
 def _named(marker: RankMarker, view: RunView) -> list[tuple[str, ReferencedEntry]]:
     """Return a marker's entries in older files that must exist, each with the reason."""
-    spares = [
-        spare for spare in marker.spares if view.history is None or view.history.why_dead(spare.generation) is None
-    ]
+    spares = [each for each in marker.spares if view.history is None or view.history.why_dead(each.generation) is None]
     return [*(("needs", entry) for entry in marker.referenced), *(("has older copies in", spare) for spare in spares)]
 
 
@@ -257,9 +253,7 @@ class _Files:
 
 def _was_retired(view: RunView, stored: StoredGeneration) -> bool:
     """Return whether the run, which may go on meanwhile, deleted the generation; it deletes the manifest first."""
-    return not any(
-        generation.committed for generation in view.generations() if generation.generation == stored.generation
-    )
+    return not any(each.committed for each in view.generations() if each.generation == stored.generation)
 
 
 def _read_marker(view: RunView, commit: Commit, rank: int) -> RankMarker:
@@ -297,11 +291,8 @@ def disagreements(markers: Sequence[RankMarker], constants: Sequence[SegmentEntr
             if record.kind == "full" and (record.global_shape or record.state_key == PARAM):
                 pieces[record.fqn, record.state_key].append((marker.rank, record))
     numels = {(fqn, key): prod(shape) for (_, fqn, key), each in found.items() for _, shape in each}
-    return [
-        *_few(_unequal(found)),
-        *_few(chain.from_iterable(_gaps(*name, piece, numels[name]) for name, piece in pieces.items())),
-        *_few(_not_stored(markers[0], stored)),
-    ]
+    gaps = chain.from_iterable(_gaps(*name, piece, numels[name]) for name, piece in pieces.items())
+    return [*_few(_unequal(found)), *_few(gaps), *_few(_not_stored(markers[0], stored))]
 
 
 def _tensor_records(marker: RankMarker) -> Iterator[RecordEntry]:
@@ -320,8 +311,7 @@ def _gaps(fqn: str, key: str, pieces: Sequence[_Piece], numel: int) -> Iterator[
     """Report elements that no rank wrote, or a rank twice. Ranks that number their own experts write the same names."""
     name, end = fqn if key == PARAM else f"{fqn}/{key}", 0
     if any(record.box for _, record in pieces):
-        distinct = {identity_of(record): record for _, record in pieces}
-        yield from _gaps_between_boxes(name, [*distinct.values()])
+        yield from _gaps_between_boxes(name, [*{identity_of(record): record for _, record in pieces}.values()])
         return
     places = [(record.global_start, record.global_start + record.numel, rank) for rank, record in pieces]
     for start, stop, _ in sorted(places):

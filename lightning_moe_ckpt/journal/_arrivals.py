@@ -98,10 +98,8 @@ def _sent(tensors: Sequence[Tensor]) -> list[Tensor]:
     begins = list(accumulate((-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors), initial=0))
     memory_U8 = _page_locked(begins[-1])
     places = [memory_U8[begin : begin + tensor.nbytes] for tensor, begin in zip(tensors, begins, strict=False)]
-    return [
-        place.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
-        for tensor, place in zip(tensors, places, strict=True)
-    ]
+    rows = zip(tensors, places, strict=True)
+    return [place.view(each.dtype).view(each.shape).copy_(each, non_blocking=True) for each, place in rows]
 
 
 def _page_locked(nbytes: int) -> Tensor:

@@ -88,9 +88,7 @@ def encode(value: object, on_host: Mapping[int, Tensor] | None = None) -> bytes:
 
 
 def decode(data: bytes | bytearray | memoryview) -> Any:
-    """Decode a value; its tensors are on the CPU, in memory of their own. Raises `Corrupt` if `data` is not, byte for byte, a result of
-    `encode`.
-    """
+    """Decode a value, with tensors on the CPU in memory of their own. Raises `Corrupt` unless `data` is exactly a result of `encode`."""
     view = memoryview(data).cast("B")
     decoder = _Decoder(view)
     try:
@@ -172,14 +170,11 @@ class _Encoder:
 
     def node(self, value: Any) -> str:
         kind = type(value)
-        tag = _TAGS.get(kind)
-        if tag is not None:
+        if (tag := _TAGS.get(kind)) is not None:
             return self.container(tag, value)
-        leaf = LEAF_WRITERS.get(kind)
-        if leaf is not None:
+        if (leaf := LEAF_WRITERS.get(kind)) is not None:
             return leaf(value)
-        writer = _WRITERS.get(kind)
-        if writer is not None:
+        if (writer := _WRITERS.get(kind)) is not None:
             return writer(self, value)
         if isinstance(value, np.generic):
             if not is_plain(value.dtype) or value.dtype.type is not type(value):
@@ -200,8 +195,7 @@ class _Encoder:
             texts, value = sorted([self.key(item) for item in value]), ()
         for key, item in value.items() if keyed else enumerate(value):
             name = "" if not keyed else _quoted(key) if type(key) is str and key.isascii() else self.key(key)
-            kind = type(item)
-            if kind is str and item.isascii():
+            if (kind := type(item)) is str and item.isascii():
                 text = _quoted(item)
             elif kind is int and LEAST_INT <= item <= MOST_INT:
                 text = str(item)
@@ -211,8 +205,7 @@ class _Encoder:
                 text = _WORDS[item]
             else:
                 self._place.append(("[{!r:.80}]" if keyed else "[{}]", key))  # turned into text only for a refusal
-                inner = _TAGS.get(kind)
-                if inner is None:
+                if (inner := _TAGS.get(kind)) is None:
                     text = self.node(item)
                 else:  # half of a journal's are empty
                     text = self.container(inner, item) if item or inner == "x" else f'["{inner}"]'
@@ -240,8 +233,7 @@ class _Encoder:
 
     def array(self, content: memoryview | bytes) -> str:
         """Store bytes and return the end of their node."""
-        nbytes = len(content)
-        if nbytes >= _SHARED_NBYTES:
+        if (nbytes := len(content)) >= _SHARED_NBYTES:
             position = self._stored.setdefault(bytes(content), len(self._arrays))
             if position < len(self._arrays) and nbytes <= self._allowance:
                 self._allowance -= nbytes
@@ -251,8 +243,7 @@ class _Encoder:
         return "]"
 
     def tensor(self, value: Tensor) -> str:
-        reason = tensor_refusal(value)
-        if reason is not None:
+        if (reason := tensor_refusal(value)) is not None:
             return self.refuse(reason)
         device = str(value.device) if self._devices is None else next(self._devices)
         head = _head_of_tensor(value.dtype, value.shape, device)
@@ -416,16 +407,8 @@ def _read_array(decoder: _Decoder, args: list[Leaf]) -> np.ndarray[Any, Any]:
     return array
 
 
-_TAGS: dict[type, str] = {
-    list: "l",
-    tuple: "t",
-    set: "e",
-    frozenset: "z",
-    dict: "d",
-    OrderedDict: "o",
-    Counter: "c",
-    defaultdict: "x",
-}
+_TAGS: dict[type, str] = {list: "l", tuple: "t", set: "e", frozenset: "z"}
+_TAGS |= {dict: "d", OrderedDict: "o", Counter: "c", defaultdict: "x"}
 _WORDS = {None: "null", True: "true", False: "false"}
 _WRITERS: dict[type, Callable[[_Encoder, Any], str]] = {
     Constant: _Encoder.constant,

@@ -67,8 +67,7 @@ def tensor_content(value: Tensor) -> memoryview:
     """Return a tensor's elements in row-major order, on the host; shares its memory if possible."""
     if value.dtype in _OF_NUMPY and value.nbytes <= _SMALL_NBYTES and value.is_cpu and not value.is_neg():
         return memoryview(value.numpy().tobytes())  # a scalar, usually, which the calls below would take 4 us for
-    host = value.resolve_conj().resolve_neg().cpu().reshape(-1).contiguous()
-    return memoryview(host.view(torch.uint8).numpy().data)
+    return memoryview(value.resolve_conj().resolve_neg().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().data)
 
 
 def _text_of_float(value: float) -> str:

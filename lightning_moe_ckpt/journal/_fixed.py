@@ -34,12 +34,8 @@ _NUMBERS: dict[type, Callable[[Any], Any]] = {
 }
 """Types of which the user may have a class of their own, and what makes plain values of those."""
 _BY_TEXT: dict[type, Callable[[str], Any]] = {
-    Decimal: Decimal,
-    Fraction: Fraction,
-    complex: complex,
-    datetime: datetime.fromisoformat,
-    date: date.fromisoformat,
-    time: time.fromisoformat,
+    **{kind: kind for kind in (Decimal, Fraction, complex)},
+    **{kind: kind.fromisoformat for kind in (datetime, date, time)},
 }
 
 

@@ -56,8 +56,7 @@ def encode_journal(journal: Journal, capacity: int, on_host: Mapping[int, Tensor
     do not fit. For `on_host`, and for `CodecError`, see `encode`.
     """
     payload = encode(journal, on_host)
-    nbytes = _LENGTH.size + len(payload)
-    if nbytes > capacity:
+    if (nbytes := _LENGTH.size + len(payload)) > capacity:
         raise JournalOverflow(nbytes, capacity)
     return _LENGTH.pack(len(payload)) + payload
 

@@ -110,8 +110,7 @@ class _Watched:
 
     def state(self) -> Any:
         """Return the state: the same object while nothing is drawn. Do not write to this object."""
-        seen = self._look()
-        if not seen or seen != self._seen:
+        if not (seen := self._look()) or seen != self._seen:
             self._state = self._read()
             self._seen = seen if self._holds(seen) else ()
         return self._state

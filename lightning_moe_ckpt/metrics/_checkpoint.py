@@ -165,8 +165,7 @@ class Generations(_Checkpoint):
         Raises:
             ValueError: a tier that was not named.
         """
-        unknown = sorted(set(generations) - set(self.tiers))
-        if unknown:
+        if unknown := sorted(set(generations) - set(self.tiers)):
             raise ValueError(f"`Generations.update` got {unknown}, the tiers are {list(self.tiers)}.")
         self.step.fill_(step)
         for tier in self.tiers:

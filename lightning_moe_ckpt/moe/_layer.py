@@ -207,8 +207,7 @@ class MoELayer(nn.Module):
     def expert_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield stacked parameters (dim 0 is this rank's experts) with their names in this module."""
         for name in ("w1", "b1", "w2", "b2"):
-            parameter = getattr(self, name)
-            if parameter is not None:
+            if (parameter := getattr(self, name)) is not None:
                 yield name, parameter
 
     def expert_parallel_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

@@ -127,8 +127,7 @@ def measure_bandwidth(nbytes: int, device: torch.device | None = None) -> float:
 
 
 def _compiled_cuda_engine(device: torch.device) -> CopyEngine | None:
-    library = cuda_for("copies", device)
-    if library is None:
+    if (library := cuda_for("copies", device)) is None:
         part = status("cuda")
         if part.library is None and "MOE_CKPT_NATIVE=0" not in part.reason:
             _warn_once(f"torch copies snapshots of {device}, which is slower: the compiled CUDA part {part.reason}")
@@ -173,8 +172,7 @@ _stuck: list[Any] = []
 
 def cuda_for(use: Use, device: torch.device) -> Library | None:
     """Return the CUDA part if it is there and passes its check on `device`; `None` means that the twins are used."""
-    library = _library.cuda()
-    if library is None:
+    if (library := _library.cuda()) is None:
         return None
     on = TorchDevice(device)
     if (on.index, use) not in _verdicts and on.is_capturing():
@@ -292,11 +290,9 @@ def check_copies(engine: CopyEngine, on_device: Memory, host: Memory) -> None:
 
 
 def _check_direction(engine: CopyEngine, where: str, source: Memory, target: Memory) -> None:
-    source_U8, target_U8, given_U8 = (
-        source(CHECKED_NBYTES),
-        target(CHECKED_NBYTES),
-        torch.zeros(CHECKED_NBYTES, dtype=torch.uint8),
-    )
+    source_U8 = source(CHECKED_NBYTES)
+    target_U8 = target(CHECKED_NBYTES)
+    given_U8 = torch.zeros(CHECKED_NBYTES, dtype=torch.uint8)
     expected_U8 = torch.full_like(given_U8, _UNTOUCHED)
     for index, (given, expected) in enumerate(zip(_views(given_U8, "src"), _views(expected_U8, "dst"), strict=True)):
         expected.copy_(given.copy_(_values(index, given.numel(), given.dtype).view_as(given)))
@@ -436,10 +432,8 @@ def _moved(gradient: Tensor | CompressedGradient, device: torch.device) -> Any:
     if isinstance(gradient, QuantizedGradient):
         values, scale, not_finite = (tensor.to(device) for tensor in _tensors(gradient))
         return QuantizedGradient(values, scale, not_finite, gradient.shape)
-    parts = (
-        replace(part, **{name: getattr(part, name).to(device) for name in ("values", "indices", "tiles", "counts")})
-        for part in gradient.parts
-    )
+    names = ("values", "indices", "tiles", "counts")
+    parts = (replace(part, **{name: getattr(part, name).to(device) for name in names}) for part in gradient.parts)
     return SparseGradient(tuple(parts), gradient.shape)
 
 

@@ -154,8 +154,7 @@ class CompiledCpuEngine(CompiledEngine):
     @override
     def prepare(self, copies: Sequence[Copy]) -> PlannedCopies:
         planned = PlannedCopies(copies)
-        slices = slices_of(planned)
-        if slices is not None:
+        if (slices := slices_of(planned)) is not None:
             planned.keep()
             planned.plan = CopyPlan(self._library, slices, self._arrangement)
         return planned

@@ -155,8 +155,7 @@ class CudaCopyEngine(CopyEngine):
         self._registered[base] = locks
         for start in range(0, buffer.nbytes, PIECE_NBYTES):
             piece = (base + start, min(PIECE_NBYTES, buffer.nbytes - start))
-            code = self._runtime.register(*piece)
-            if code != 0:
+            if (code := self._runtime.register(*piece)) != 0:
                 locks.release()
                 log.warning(
                     "copies into %s of host memory will be slower: cudaHostRegister of %s of it failed with error %d. "
@@ -268,8 +267,7 @@ class CompiledCudaEngine(CompiledEngine):
 
     def _prepare(self, copies: Sequence[Copy], arrangement: Arrangement) -> PlannedCopies:
         planned = PlannedCopies(copies)
-        slices = slices_of(planned, self._space)
-        if slices is not None and _is_for_device(slices):
+        if (slices := slices_of(planned, self._space)) is not None and _is_for_device(slices):
             planned.keep()
             to_device, from_device = slices["dst_space"] == Space.DEVICE, slices["src_space"] == Space.DEVICE
             planned.reads_host = bool((to_device & ~from_device).any())
@@ -296,9 +294,7 @@ class CompiledCudaEngine(CompiledEngine):
     # -- private
 
     def _plan(self, planned: PlannedCopies | PlannedTable, slices: Slices, arrangement: Arrangement) -> None:
-        """Arrange the slices as `planned.plan`. If there is no memory for packing, log it once and leave the plan out: torch
-        copies.
-        """
+        """Arrange the slices as `planned.plan`. If there is no memory for packing, log it once and leave the plan out: torch copies."""
         pieces = [(base, base + locks.buffer.nbytes, PIECE_NBYTES) for base, (locks, _) in self._buffers.items()]
         plan = CopyPlan(self._library, slices, replace(arrangement, pieces=pieces))
         try:
@@ -336,8 +332,7 @@ class CompiledCudaEngine(CompiledEngine):
         """Allocate staging memory and upload the list read by kernels; the copies keep both. Raises `RuntimeError` if
         memory is exhausted, or the device cannot be used.
         """
-        num_units = int(self._library.moe_cuda_plan_num_units(plan.handle))
-        if num_units == 0:
+        if (num_units := int(self._library.moe_cuda_plan_num_units(plan.handle))) == 0:
             return
         self._staging = staging_U8 = _room(plan.staging_nbytes, self._staging, self._device.memory)
         self._bounce = bounce_U8 = _room(plan.bounce_nbytes, self._bounce, self._device.page_locked)

@@ -149,8 +149,7 @@ class PreparedTable:
 
     def list_for(self, block_U8: Tensor, prepare: Callable[[Sequence[Copy]], CopyList]) -> CopyList:
         """Return the copies into one block as pairs of tensors, made once."""
-        found = self._lists.get(block_U8.data_ptr())
-        if found is None:
+        if (found := self._lists.get(block_U8.data_ptr())) is None:
             found = self._lists[block_U8.data_ptr()] = prepare(self.table.pairs(block_U8))
         return found
 

@@ -229,9 +229,7 @@ def pack_gradient(compressed: CompressedGradient) -> Tensor:
 
 
 def unpack_gradient(packed_U8: Tensor, numel: int) -> CompressedGradient:
-    """Return the argument of `pack_gradient`, flat. Raises `ValueError` if the bytes are no packed gradient of so many
-    elements.
-    """
+    """Return the argument of `pack_gradient`, flat. Raises `ValueError` if the bytes are no packed gradient of so many elements."""
     how, shape = GradientCompression(), torch.Size([numel])
     word, rest = packed_U8[:_WORD_NBYTES], packed_U8[_WORD_NBYTES:]
     if numel < max(how.small_numel, 1):
@@ -274,12 +272,8 @@ class QuantizeJob(c.Structure):
     """Mirrors `QuantizeJob` of gradient.hpp."""
 
     _fields_ = (
-        ("source", c.c_void_p),
-        ("to", c.c_void_p),
-        ("scale", c.c_void_p),
-        ("not_finite", c.c_void_p),
-        ("count", c.c_uint64),
-        ("dtype", c.c_int32),
+        *((name, c.c_void_p) for name in ("source", "to", "scale", "not_finite")),
+        *(("count", c.c_uint64), ("dtype", c.c_int32)),
     )
 
 
@@ -336,16 +330,12 @@ def _sparse(
         elif library.part == "cuda":
             _select_cuda(library, piece, how, out)
         else:
-            _select_cpu(library, piece, how, out, threads)
+            threshold, (samples, rank) = c.c_uint32(), sample_rank(piece.numel(), how)
+            source = (piece.data_ptr(), DTYPE_CODES[piece.dtype], piece.numel())
+            library.moe_sample_threshold(*source, samples, rank, threshold)
+            library.moe_select(*source, threshold, *_room(out), threads)
         parts.append(out)
     return SparseGradient(tuple(parts), gradient.shape)
-
-
-def _select_cpu(library: Library, piece: Tensor, how: GradientCompression, out: SparsePart, threads: int) -> None:
-    threshold, (samples, rank) = c.c_uint32(), sample_rank(piece.numel(), how)
-    source = (piece.data_ptr(), DTYPE_CODES[piece.dtype], piece.numel())
-    library.moe_sample_threshold(*source, samples, rank, threshold)
-    library.moe_select(*source, threshold, *_room(out), threads)
 
 
 def _select_cuda(library: Library, piece: Tensor, how: GradientCompression, out: SparsePart) -> None:

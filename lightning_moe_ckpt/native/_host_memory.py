@@ -181,8 +181,7 @@ def prefer_node(address: int, nbytes: int, node: int) -> bool:
     """Ask the kernel to take the unmapped pages of a range from memory node `node`, if it has room. Returns whether the
     kernel accepted.
     """
-    syscall = _SYSCALL_MBIND.get(platform.machine())
-    if syscall is None:
+    if (syscall := _SYSCALL_MBIND.get(platform.machine())) is None:
         return False
     mask = (ctypes.c_ulong * 16)()
     bits = 8 * ctypes.sizeof(ctypes.c_ulong)
@@ -367,8 +366,7 @@ def append(file: int, chunk: memoryview, position: int) -> None:
     Raises `OSError` as `os.write` does. Beginning early is a hint only. Measured: 256 MB are durable in two thirds of
     the time of write-then-fsync.
     """
-    library = cpu()
-    if library is None or chunk.nbytes < _LARGE_NBYTES:
+    if (library := cpu()) is None or chunk.nbytes < _LARGE_NBYTES:
         append_in_python(file, chunk, position)
     elif code := library.moe_append(file, np.frombuffer(chunk, np.uint8).ctypes.data, chunk.nbytes, position):
         raise OSError(code, os.strerror(code))

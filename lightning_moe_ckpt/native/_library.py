@@ -36,9 +36,7 @@ class NativeError(CheckpointError, RuntimeError):
 
 
 class Library:
-    """One loaded library, the part `cpu` or `cuda`. Its functions are attributes of this object, by their C names, and
-    raise `NativeError`.
-    """
+    """One loaded library, `cpu` or `cuda`. Its functions are attributes of this object, by their C names, and raise `NativeError`."""
 
     def __init__(self, handle: ctypes.CDLL, part: LibraryPart) -> None:
         self.part = part
@@ -125,11 +123,9 @@ def _build_note(part: LibraryPart) -> str:
 
 def _expect_current(path: Path, handle: ctypes.CDLL, part: LibraryPart, prototypes: Mapping[str, Prototype]) -> None:
     """Refuse a library of another version: its signatures differ, so calling it would crash."""
-    lacking = [name for name in prototypes if not hasattr(handle, name)]
-    if lacking:
+    if lacking := [name for name in prototypes if not hasattr(handle, name)]:
         raise _Missing(f"{path} is stale, it lacks {', '.join(lacking)}; {_REBUILD}", unexpected=True)
-    found = int(getattr(handle, f"moe_{part}_abi")())
-    if found != ABI:
+    if (found := int(getattr(handle, f"moe_{part}_abi")())) != ABI:
         raise _Missing(f"{path} has interface version {found}, this package {ABI}; {_REBUILD}", unexpected=True)
     stored = _bind(getattr(handle, f"moe_{part}_source_digest"), prototypes[f"moe_{part}_source_digest"])().decode()
     sources = _source_digest()
@@ -174,8 +170,7 @@ def _bind(function: Any, prototype: Prototype) -> Callable[..., Any]:
 def _raising(function: Callable[..., int]) -> Callable[..., int]:
     def call(*arguments: Any) -> int:
         error = Error()
-        result = function(*arguments, error)
-        if result < 0:
+        if (result := function(*arguments, error)) < 0:
             raise NativeError(error.message.decode(errors="replace"))
         return result
 

@@ -298,8 +298,7 @@ def _add_rows(slices: Slices, units: Slices, sources: Sequence[Tensor], destinat
     plain &= _column(map(Tensor.is_contiguous, destinations), np.bool_)
     for index in np.flatnonzero(~plain).tolist():
         src, dst = sources[index], destinations[index]
-        form = _two_dimensions(src, dst)
-        if form is None:
+        if (form := _two_dimensions(src, dst)) is None:
             return False
         rows, count, src_stride, dst_stride = form
         slices["count"][index], slices["rows"][index] = count * int(units[index]), rows

@@ -49,11 +49,8 @@ class PlanOptions(c.Structure):
     """Settings for arranging a plan; mirrors `PlanOptions` of plan.hpp."""
 
     _fields_ = (
-        ("chunk_nbytes", c.c_uint64),
-        ("chunk_copies", c.c_uint64),
-        ("pack_below", c.c_uint64),
-        ("has_device", c.c_int32),
-        ("bfloat16_nan", c.c_int32),
+        *((name, c.c_uint64) for name in ("chunk_nbytes", "chunk_copies", "pack_below")),
+        *((name, c.c_int32) for name in ("has_device", "bfloat16_nan")),
     )
 
 

@@ -44,9 +44,7 @@ _left: dict[int, list[CompiledTicket]] = {}
 
 
 class Worker:
-    """Library's thread behind an engine; belongs to the process that made it. `arguments` are those of the library's
-    function to make the engine.
-    """
+    """Library's thread behind an engine, of the process that made it; the library's function to make the engine gets `arguments`."""
 
     def __init__(self, library: Library, *arguments: int) -> None:
         self._library, self._part, self._pid = library, library.part, os.getpid()
@@ -123,8 +121,7 @@ class CompiledEngine(CopyEngine):
     @override
     def submit(self, copies: Sequence[Copy] | CopyList) -> Ticket:
         try:
-            planned = copies if isinstance(copies, PlannedCopies) else self._check(_pairs(copies))
-            self._newest = self._submit(planned)
+            self._newest = self._submit(copies if isinstance(copies, PlannedCopies) else self._check(_pairs(copies)))
         except (ValueError, RuntimeError) as error:
             return FailedTicket(len(copies), error)
         return self._newest

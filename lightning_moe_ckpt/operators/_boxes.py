@@ -86,8 +86,7 @@ class Box:
 
 def box_of(param: Tensor) -> Box | None:
     """Return a sharded parameter's box; `None` for a plain one."""
-    shard = shard_of(param)
-    if shard is not None and param is shard.stepped:
+    if (shard := shard_of(param)) is not None and param is shard.stepped:
         cut = f"optimizer state in {len(shard.ranks)} parts"
         return Box((shard.whole.numel(),), (shard.start,), (param.numel(),), cut, holders=(shard.rank,))
     if type(param) is not DTensor:
@@ -150,8 +149,7 @@ def follow(params: Iterable[Tensor]) -> None:
 
 def complete(params: Mapping[str, Tensor]) -> None:
     """Give all ranks the owners' loaded pieces, or such parts in copies. Collective if there are any."""
-    shards = {fqn: shard for fqn, param in params.items() if (shard := shard_of(param)) is not None}
-    if shards:
+    if shards := {fqn: shard for fqn, param in params.items() if (shard := shard_of(param)) is not None}:
         next(iter(shards.values())).gather(shards)
 
 

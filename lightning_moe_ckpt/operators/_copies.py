@@ -69,9 +69,7 @@ def opened(state: State) -> dict[str, Any]:
     """Return a state in which wrappers are replaced by their inner tensors, `key:name` each."""
     made: dict[str, Any] = {}
     for key, value in state.items():
-        made |= (
-            {f"{key}:{name}": tensor for name, tensor in _inner(value).items()} if is_wrapper(value) else {key: value}
-        )
+        made |= {f"{key}:{name}": each for name, each in _inner(value).items()} if is_wrapper(value) else {key: value}
     return made
 
 
@@ -87,8 +85,7 @@ def closed(state: State, wrapped: Mapping[str, list[Any]], classes: Mapping[str,
     keys = {f"{key}:{name}": key for key, (_, names, *_) in wrapped.items() for name in names}
     made: dict[str, Any] = {}
     for inner, value in state.items():
-        key = keys.get(inner)
-        if key is None:
+        if (key := keys.get(inner)) is None:
             made[inner] = value
         elif key not in made:
             name, names, *_ = wrapped[key]
@@ -141,12 +138,8 @@ class _Alike:
             if key not in self.recorded:
                 columns[key] = _column(list(map(itemgetter(key), rows)))
                 if type(columns[key]) is list:
-                    on_device[key] = [
-                        i for i, value in enumerate(columns[key]) if _device_of(value) not in {None, "cpu"}
-                    ]
-                    strides[key] = {
-                        str(i): each for i, value in enumerate(columns[key]) if (each := _strides_of(value))
-                    }
+                    on_device[key] = [i for i, each in enumerate(columns[key]) if _device_of(each) not in {None, "cpu"}]
+                    strides[key] = {str(i): each for i, v in enumerate(columns[key]) if (each := _strides_of(v))}
         return {"names": self.names, "columns": columns, "on_device": on_device, "strides": strides}
 
 
@@ -168,11 +161,8 @@ class Beyond:
         if not all(each.holds(these) for each, these in zip(alike, rows, strict=True)):
             alike = self._sort(params)
             rows = [each.rows() for each in alike]
-        kept = [
-            (each, these)
-            for each, these in zip(alike, rows, strict=True)
-            if each.names["wrapped"] or list(each.recorded) != each.names["keys"]
-        ]
+        pairs = zip(alike, rows, strict=True)
+        kept = [row for row in pairs if row[0].names["wrapped"] or list(row[0].recorded) != row[0].names["keys"]]
         return [each.take(these) for each, these in kept]
 
     def _sort(self, params: Mapping[str, Tensor]) -> list[_Alike]:

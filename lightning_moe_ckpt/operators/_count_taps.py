@@ -129,8 +129,7 @@ class IndexTap(_HookTap):
 
         def before(inputs: Sequence[object]) -> None:
             chosen, emitted[0] = emitted[0], None
-            idx_TK = find_indices(inputs)
-            if idx_TK is None:
+            if (idx_TK := find_indices(inputs)) is None:
                 idx_TK = chosen
             if idx_TK is None:
                 counts.missed(self.experts, "is given no expert indices")
@@ -155,8 +154,7 @@ class RowsTap(_HookTap):
         """Hook each expert's forward."""
 
         def count(expert: int, inputs: Sequence[object]) -> None:
-            x = next(tensors_of(inputs), None)
-            if x is not None:
+            if (x := next(tensors_of(inputs), None)) is not None:
                 # Shapes are known on the host, so this does not wait for the device.
                 counts.add_rows(expert, x.shape[:-1].numel(), x.device)
 
@@ -260,8 +258,7 @@ class ChoiceTap(_HookTap):
         limiting: Any = None if self.limit is None else module.get_submodule(self.limit)
 
         def after(out: Any) -> None:
-            idx_TK = find_indices(out)
-            if idx_TK is None:
+            if (idx_TK := find_indices(out)) is None:
                 counts.missed(self.router, "emits no expert indices")
             elif limiting is None:
                 with torch.no_grad():
@@ -337,8 +334,7 @@ class CapacityTap(_HookTap):
         called = module.get_submodule(self.module)
 
         def before(inputs: Sequence[object]) -> None:
-            x = next(tensors_of(inputs), None)
-            if x is not None:
+            if (x := next(tensors_of(inputs), None)) is not None:
                 counts.add_sums(_capacity(called, x.shape[:-1].numel(), counts.num_experts))
 
         return [_on_inputs(module, self.module, before)]

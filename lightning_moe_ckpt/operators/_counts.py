@@ -178,16 +178,13 @@ class CountProbe:
 
         Of several ranks, `total` sums an int64 vector on the CPU over all, and is called once on each.
         """
-        seen = (
-            torch.cat([probe.take() for probe in self._layers]) if self._layers else torch.zeros(0, dtype=torch.int64)
-        )
+        seen = torch.cat([each.take() for each in self._layers]) if self._layers else torch.zeros(0, dtype=torch.int64)
         totals = seen if total is None else total(seen)
         self._steps += 1
         failures, start = [], 0
         for probe in self._layers:
             stop = start + probe.width
-            reason = probe.judge(seen[start:stop], totals[start:stop])
-            if reason is not None:
+            if (reason := probe.judge(seen[start:stop], totals[start:stop])) is not None:
                 block = type(self._module.get_submodule(probe.layer.fqn)).__name__
                 failures.append(CountFailure(probe.layer.fqn, block, reason))
             start = stop
@@ -301,10 +298,8 @@ class _LayerProbe:
         if tokens and not counted + dropped:
             return f"{tokens} tokens passed and none was counted"
         top_k = self.layer.top_k or self._counts.top_k
-        routed, drops_known = (
-            counted + dropped,
-            isinstance(self.layer.count, IndexTap) or self.layer.dropped is not None,
-        )
+        routed = counted + dropped
+        drops_known = isinstance(self.layer.count, IndexTap) or self.layer.dropped is not None
         most = tokens * (top_k or self.layer.num_experts)
         if routed > most or (drops_known and (routed != most if top_k else routed % max(tokens, 1))):
             how = f"{tokens} tokens with top-{top_k}" if top_k else f"{tokens} tokens"
@@ -314,11 +309,9 @@ class _LayerProbe:
         return None
 
     def _wrong_gradients(self, counts_E: Tensor, totals_E: Tensor, *, strict: bool) -> str | None:
-        moved = self._moved()
-        if not moved:
+        if not (moved := self._moved()):
             return None  # frozen, or no backward
-        unseen = [expert for expert in sorted(moved - self._kept) if not totals_E[expert]]
-        if unseen:
+        if unseen := [expert for expert in sorted(moved - self._kept) if not totals_E[expert]]:
             return f"experts {unseen} have a gradient, and no token was counted for them"
         still = [expert for expert in self.layer.local_expert_ids if expert not in moved and counts_E[expert]]
         idle = [expert for expert in still if not _is_frozen(self.layer, expert, self._params)]

@@ -44,8 +44,8 @@ Group = Mapping[str, Any]
 """Options of a parameter group."""
 
 
-_IDENTITY = ("params", "param_names")
-_NOT_TRIED = {*_IDENTITY, "lr", "initial_lr", "weight_decay"}
+IDENTITY = ("params", "param_names")
+_NOT_TRIED = {*IDENTITY, "lr", "initial_lr", "weight_decay"}
 _LR = 1e-3
 """Learning rate of a copy whose own is zero, as at the start of a warm-up."""
 _SIDE, _NUMEL = 131, 2**15
@@ -145,8 +145,7 @@ def _first_states(optimizer: Optimizer, form: _Form) -> dict[Kind, tuple[nn.Para
     trial = _Trial.of(optimizer, shape_tried, number=1, every=True)
     trial.go_on(range(2), form)
     twin = trial.optimizer
-    strangers = [key for key in twin.state if not any(key is param for param in trial.params)]
-    if strangers:
+    if strangers := [key for key in twin.state if not any(key is param for param in trial.params)]:
         raise LookupError(f"it keeps state of {str(strangers[0])[:40]!r}, which is no parameter")
     states = [dict(twin.state.get(param, {})) for param in trial.params]
     return dict(zip(trial.kinds, zip(trial.params, states, strict=True), strict=True))
@@ -228,20 +227,14 @@ class _Trial:
         for group in optimizer.param_groups:
             options, kept = options_of(group), [each for each in group["params"] if every or each.numel()]
             marks = [options + marks_of(each, optimizer.state.get(each) or {}) for each in kept]
-            members.append(
-                [
-                    (Kind(mark, shape(each.shape), each.dtype, each.device), each)
-                    for mark, each in zip(marks, kept, strict=True)
-                ]
-            )
+            pairs = zip(marks, kept, strict=True)
+            members.append([(Kind(mark, shape(each.shape), each.dtype, each.device), each) for mark, each in pairs])
             for kind, param in members[-1]:
                 examples.setdefault(kind, param)
         chosen = {kind: kind for kind in examples} if every else _ends(examples)
         numbers = torch.Generator().manual_seed(0)
-        copies = {
-            kind: [_drawn(kind, examples[kind], numbers) for _ in range(number)]
-            for kind in dict.fromkeys(chosen.values())
-        }
+        kinds = dict.fromkeys(chosen.values())
+        copies = {kind: [_drawn(kind, examples[kind], numbers) for _ in range(number)] for kind in kinds}
         memo: dict[int, Any] = {}
         made: dict[str, dict[str, Any]] = {}
         for group, kept in zip(optimizer.param_groups, members, strict=True):
@@ -309,11 +302,8 @@ class _Trial:
     def plain_attributes(self) -> dict[str, Any]:
         """Return copies of the optimizer's attributes that are numbers, texts, tensors, or lists and dicts of such."""
         own = {"state", "param_groups", "defaults"}
-        return {
-            name: copy.deepcopy(value)
-            for name, value in vars(self.optimizer).items()
-            if name not in own and _is_plain(value)
-        }
+        found = vars(self.optimizer).items()
+        return {name: copy.deepcopy(value) for name, value in found if name not in own and _is_plain(value)}
 
     @torch.no_grad()
     def take(self, other: _Trial, names: Collection[str]) -> None:
@@ -325,7 +315,7 @@ class _Trial:
             for param, known in zip(self.params, other.params, strict=True):
                 _load(mine.state, param, its.state.get(known) or {})
             for group, fields in zip(mine.param_groups, its.param_groups, strict=True):
-                group.update({key: copied_state(value) for key, value in fields.items() if key not in _IDENTITY})
+                group.update({key: copied_state(value) for key, value in fields.items() if key not in IDENTITY})
         vars(self.optimizer).update({k: v for k, v in other.plain_attributes().items() if k in names})
 
     def _after(self, *steps: Sequence[Tensor | None]) -> list[dict[str, Any]]:
@@ -333,8 +323,7 @@ class _Trial:
         memo: dict[int, Any] = {id(param): _clone(param) for param in self.params}
         values = [value for state in self.optimizer.state.values() for value in state.values()]
         memo |= {id(value): copied_state(value) for value in values if is_wrapper(value)}
-        params = [memo[id(param)] for param in self.params]
-        again = _Trial(twin_of(self.optimizer, memo), params, self.kinds)
+        again = _Trial(twin_of(self.optimizer, memo), [memo[id(param)] for param in self.params], self.kinds)
         again._steps(steps)
         return again.shown()
 
@@ -348,7 +337,7 @@ class _Trial:
 
     def shown(self) -> list[dict[str, Any]]:
         """Return all copied parameters with their states, and the options of the groups."""
-        groups = [{k: v for k, v in group.items() if k not in _IDENTITY} for group in self.optimizer.param_groups]
+        groups = [{k: v for k, v in group.items() if k not in IDENTITY} for group in self.optimizer.param_groups]
         states = [opened(self.optimizer.state.get(param, {})) for param in self.params]
         return [*({"": param, **state} for param, state in zip(self.params, states, strict=True)), {"": groups}]
 
@@ -460,7 +449,7 @@ def _clone(param: nn.Parameter) -> nn.Parameter:
 
 def _fields(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a group's options, with a rate."""
-    fields = {key: copy.deepcopy(value) for key, value in group.items() if key not in _IDENTITY}
+    fields = {key: copy.deepcopy(value) for key, value in group.items() if key not in IDENTITY}
     rate = fields.get("lr", 1.0)
     if isinstance(rate, Tensor):
         fields["lr"] = torch.where(rate == 0, torch.full_like(rate, _LR), rate)

@@ -64,8 +64,7 @@ def discover(module: nn.Module, *, ep_size: int = 1, unknown: Literal["refuse", 
         layers = [layer for layer in layers if names.count(layer.fqn) == 1]
     _check_layers(layers, ep_size)
     placement = Placement(index, layers)
-    suspects = _suspects(module, placement.unplaced, found, layers)
-    if suspects:
+    if suspects := _suspects(module, placement.unplaced, found, layers):
         more = f" and {len(suspects) - _MAX_NAMED} more" if len(suspects) > _MAX_NAMED else ""
         named = f"{', '.join(sorted(suspects)[:_MAX_NAMED])}{more}"
         if refuse:
@@ -109,8 +108,7 @@ def _find_layers(
 
 def _describe(module: nn.Module, fqn: str, child: nn.Module, index: ParameterIndex) -> tuple[bool, MoELayerSpec | None]:
     """Return whether a rule knows the block, and its spec; the spec of a dense block is `None`."""
-    factory = find_adapter(child)
-    if factory is not None:
+    if (factory := find_adapter(child)) is not None:
         return True, factory(fqn, child, index)
     spec = (
         describe_own(fqn, child, index)
@@ -122,8 +120,7 @@ def _describe(module: nn.Module, fqn: str, child: nn.Module, index: ParameterInd
 
 def _may_shard(block: nn.Module) -> bool:
     """Whether a block's library, or the user's adapter, may place experts on other ranks."""
-    known = find_adapter(block)
-    return known is not None and not type(block).__module__.startswith("transformers.")
+    return find_adapter(block) is not None and not type(block).__module__.startswith("transformers.")
 
 
 def _say_whole(what: str) -> None:
@@ -132,8 +129,7 @@ def _say_whole(what: str) -> None:
 
 def _check_layers(layers: list[MoELayerSpec], ep_size: int) -> None:
     names = [layer.fqn for layer in layers]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
+    if twice := sorted({name for name in names if names.count(name) > 1}):
         raise UnknownLayout(f"Blocks {twice} hold two groups of experts each; describe them with `register_adapter`.")
     for layer in layers:
         num_local = len(layer.local_expert_ids)
@@ -269,8 +265,7 @@ class Placement:
     def _join(self, group: tuple[str, ...]) -> None:
         """Move parameters that share bytes to their first owner that replay never skips."""
         ordered = [fqn for fqn in self._index.params if fqn in group]
-        torn = [fqn for fqn in ordered if fqn not in self._whole]
-        if torn:
+        if torn := [fqn for fqn in ordered if fqn not in self._whole]:
             raise UnknownLayout(f"Stacked experts {torn} share memory with others of {ordered}; untie them.")
         owners = [self._whole[fqn][0] for fqn in ordered]
         owner = next((name for name in owners if self._empty[name].kind != "expert"), owners[0])

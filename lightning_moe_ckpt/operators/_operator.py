@@ -86,8 +86,7 @@ class Operator:
     expert_idx: int | None = None
     """Global expert index; `None` for routers and dense operators."""
     holders: Holders = "stage"
-    """Ranks with the same bits: all ranks of the pipeline stage (of the world, without stages), or those with the same
-    experts."""
+    """Ranks with the same bits: all ranks of the pipeline stage (of the world, without stages), or those with the same experts."""
     buffers: tuple[str, ...] = ()
     """Names of a router's buffers. Buffers are not sliced: every segment has all of them whole."""
 
@@ -155,8 +154,7 @@ def split(
 
 def _take(piece: ParamSlice, start: int, room: int, most: int, unit: int) -> int:
     """Return the slice's elements to take now: the rest if it fits, else whole rows, else what fits."""
-    left = piece.stop - start
-    if left <= room:
+    if (left := piece.stop - start) <= room:
         return left
     row = max(piece.global_shape[-1] if piece.global_shape else 1, unit)
     # If a piece can hold a row at all, never cut inside one: start a new piece instead.
@@ -361,11 +359,7 @@ class OperatorSet:
         if coupling == "element":
             return self
         sharing = Counter(fqn for op in self for fqn in {piece.fqn for piece in op.slices})
-        whole = {
-            op.layer
-            for op in self
-            if any(sharing[piece.fqn] > 1 and not _is_apart(piece, coupling) for piece in op.slices)
-        }
+        whole = {op.layer for op in self if any(sharing[s.fqn] > 1 and not _is_apart(s, coupling) for s in op.slices)}
         operators: dict[str, Operator] = {}
         for op in self:
             if op.expert_idx is None or op.layer not in whole:
@@ -393,17 +387,11 @@ class OperatorSet:
         kept = [op for op in cut if op.slices]
         for fqn in thawed:
             piece = max((s for op in whole for s in op.slices if s.fqn == fqn), key=lambda s: s.stop)
-            alone = replace(piece, start=0, global_start=0)
-            kept.append(Operator(name=f"{fqn}/thawed", kind="dense", slices=(alone,)))
+            kept.append(Operator(name=f"{fqn}/thawed", kind="dense", slices=(replace(piece, start=0, global_start=0),)))
         training = {op.layer for op in kept if op.expert_idx is not None}
-        return replace(
-            whole,
-            operators=tuple(kept),
-            layers=tuple(layer for layer in whole.layers if layer.fqn in training),
-            constants=tuple(fqn for fqn in whole.dtypes if fqn in constants),
-            thawed=tuple(thawed),
-            whole=whole,
-        )
+        layers = tuple(layer for layer in whole.layers if layer.fqn in training)
+        fixed = tuple(fqn for fqn in whole.dtypes if fqn in constants)
+        return replace(whole, operators=tuple(kept), layers=layers, constants=fixed, thawed=tuple(thawed), whole=whole)
 
     def fingerprint(self) -> str:
         """Return a digest of names, global shapes and dtypes. Equal on all ranks, at any expert parallelism.
@@ -416,12 +404,8 @@ class OperatorSet:
 
 def identify(operators: Sequence[Operator], layers: Sequence[MoELayerSpec], dtypes: Mapping[str, torch.dtype]) -> str:
     """Compute the digest for `OperatorSet.fingerprint`."""
-    lines = [
-        f"{op.name}|{s.fqn}|{s.global_shape}|{dtypes[s.fqn]}"
-        for op in operators
-        if op.kind != "expert"
-        for s in op.slices
-    ]
+    dense = [op for op in operators if op.kind != "expert"]
+    lines = [f"{op.name}|{s.fqn}|{s.global_shape}|{dtypes[s.fqn]}" for op in dense for s in op.slices]
     for layer in layers:
         experts = {tuple((s.global_shape, str(dtypes[s.fqn])) for s in slices) for slices in layer.experts.values()}
         lines.append(f"{layer.fqn}|{layer.num_experts}|{sorted(experts)}")

@@ -27,7 +27,7 @@ from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import IdentityMismatch, UnsupportedOptimizer
 from lightning_moe_ckpt.operators._copies import Beyond, copied_state, inner_optimizers, is_same, opened, put_back
-from lightning_moe_ckpt.operators._coupling import Group, Reach, wideness
+from lightning_moe_ckpt.operators._coupling import IDENTITY, Group, Reach, wideness
 from lightning_moe_ckpt.operators._optimizer_classes import (
     FoundLayout,
     Layout,
@@ -39,8 +39,6 @@ from lightning_moe_ckpt.operators._optimizer_classes import (
 from lightning_moe_ckpt.parallel import stepped_of
 
 log = rank_logger(__name__)
-
-_IDENTITY = ("params", "param_names")
 
 
 class StateSchema:
@@ -125,8 +123,7 @@ class StateSchema:
         """Return whether the optimizer has state of `param` yet. Raises `UnsupportedOptimizer` if the schema says otherwise."""
         # A momentum buffer may be there and be None.
         state = {key for key, value in self.optimizer.state.get(param, {}).items() if value is not None}
-        expected = {entry.key for entry in self.entries(param)}
-        if not expected or not state:
+        if not (expected := {entry.key for entry in self.entries(param)}) or not state:
             return False
         if state != expected:
             raise UnsupportedOptimizer(
@@ -144,8 +141,7 @@ class StateSchema:
         parameter. Raises `KeyError` if the schema has no such entry for this parameter; `UnsupportedOptimizer` if the
         tensor is not of the schema's dtype or shape.
         """
-        entry = next((each for each in self.entries(param) if each.key == key), None)
-        if entry is None:
+        if (entry := next((each for each in self.entries(param) if each.key == key), None)) is None:
             if self._group(param) is None:
                 return None  # it has left the optimizer
             raise KeyError(key)
@@ -166,8 +162,7 @@ class StateSchema:
 
         Zero state differs from no state: see `drop_state`.
         """
-        group = self._group(param)
-        if group is None or self.has_state(param):
+        if (group := self._group(param)) is None or self.has_state(param):
             return
         fused = group.get("fused")
         created = {
@@ -400,13 +395,12 @@ class MixedWatch(StateWatch):
         )
 
     def _now(self) -> list[Any]:
-        own = map(opened, self._own) if self._wrappers else self._own
-        return list(chain.from_iterable(map(_VALUES, own)))
+        return list(chain.from_iterable(map(_VALUES, map(opened, self._own) if self._wrappers else self._own)))
 
 
 def groups_state(optimizer: Optimizer) -> list[dict[str, object]]:
     """Return all fields except the parameters, one mapping per group; tensors are copied."""
-    return [{k: copied_state(v) for k, v in group.items() if k not in _IDENTITY} for group in optimizer.param_groups]
+    return [{k: copied_state(v) for k, v in group.items() if k not in IDENTITY} for group in optimizer.param_groups]
 
 
 def load_groups_state(optimizer: Optimizer, state: Sequence[dict[str, object]]) -> None:

@@ -105,8 +105,7 @@ class FoundLayout:
 
     def __call__(self, group: Group, param: Tensor, _default: torch.dtype) -> tuple[StateEntry, ...]:
         """Return the entries of a parameter in records."""
-        entries = self._find(group, param)
-        if entries is None:
+        if (entries := self._find(group, param)) is None:
             # If that fails, all of its state is in the journal, which says what it cannot store.
             with suppress(UnsupportedOptimizer):
                 self._learn()
@@ -119,11 +118,9 @@ class FoundLayout:
             return None
         options += self._marks.get(id(param), "")
         kind = Kind(options, shape_tried(param.shape), param.dtype, param.device)
-        entries = self._entries.get(kind)
-        if entries is None or kind.shape == tuple(param.shape):
+        if (entries := self._entries.get(kind)) is None or kind.shape == tuple(param.shape):
             return entries
-        sized = Kind(options, tuple(param.shape), param.dtype, param.device)
-        if sized not in self._sized:
+        if (sized := Kind(options, tuple(param.shape), param.dtype, param.device)) not in self._sized:
             self._sized[sized] = tuple(
                 replace(each, shape=_shape_of_state(each.shape, kind.shape, param.shape)) for each in entries
             )
@@ -213,8 +210,7 @@ def _sgd(group: Group, param: Tensor, _default: torch.dtype) -> tuple[StateEntry
 
     Before the first step there is no buffer. That differs from a zero buffer: the first step ignores dampening.
     """
-    momentum = StateEntry("momentum_buffer", param.dtype, per_element=True)
-    return (momentum,) if group.get("momentum", 0) != 0 else ()
+    return (StateEntry("momentum_buffer", param.dtype, per_element=True),) if group.get("momentum", 0) != 0 else ()
 
 
 class _Known(NamedTuple):

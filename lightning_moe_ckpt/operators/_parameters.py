@@ -161,19 +161,8 @@ def _overlapping(intervals: list[tuple[int, int, str]]) -> Iterator[tuple[str, .
 
 _CAST, _OTHER = 0, 1
 _TO_COPY = torch.ops.aten._to_copy.default  # noqa: SLF001  # what `.to(dtype)` and autocast become
-_METADATA_ONLY = frozenset(
-    {
-        "aten::empty_like",
-        "aten::zeros_like",
-        "aten::ones_like",
-        "aten::full_like",
-        "aten::new_empty",
-        "aten::new_empty_strided",
-        "aten::new_zeros",
-        "aten::new_ones",
-        "aten::new_full",
-    }
-)
+_EMPTY = ("empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_empty_strided")
+_METADATA_ONLY = frozenset(f"aten::{name}" for name in (*_EMPTY, "new_zeros", "new_ones", "new_full"))
 """Operations that read shape and dtype of their argument, never its values."""
 
 
@@ -255,10 +244,9 @@ class ComputeDtypeProbe(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
             if isinstance(value, list | tuple):
                 yield from self._read(value)
             elif type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided and value.numel():
-                intervals = self._memory.get(storage_key(value))
-                if intervals is not None:
-                    start, stop = byte_interval(value)
-                    yield from (fqn for first, last, fqn in intervals if first < stop and start < last)
+                start, stop = byte_interval(value)
+                intervals = self._memory.get(storage_key(value), ())
+                yield from (fqn for first, last, fqn in intervals if first < stop and start < last)
 
     def _record(self, func: Any, fqn: str, out: Any) -> None:
         if _is_neutral(func):
@@ -273,8 +261,7 @@ class ComputeDtypeProbe(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
 @cache
 def _is_neutral(func: Callable[..., Any]) -> bool:
     """Return whether an operation does not read values: a view, or an operation that reads only the shape."""
-    schema = getattr(func, "_schema", None)
-    if schema is None:
+    if (schema := getattr(func, "_schema", None)) is None:
         return False
     aliased = [argument.alias_info for argument in schema.arguments if argument.alias_info is not None]
     return schema.name in _METADATA_ONLY or (bool(aliased) and not any(alias.is_write for alias in aliased))

@@ -114,8 +114,7 @@ class AttributeCapacity:
 
     def get(self, module: nn.Module) -> Capacity:
         """Return a tuple with one value per attribute."""
-        root = module.get_submodule(self.module)
-        return tuple(attrgetter(path)(root) for path in self.attributes)
+        return tuple(attrgetter(path)(module.get_submodule(self.module)) for path in self.attributes)
 
     def set(self, module: nn.Module, value: Capacity) -> None:
         """Set each attribute. Raises `ConfigurationError` for another number of values, or a value that the layer cannot take."""
@@ -178,9 +177,7 @@ class ExpertCapacity:
         return value if value is None or isinstance(value, int | float) else tuple(value)
 
     def set(self, module: nn.Module, value: Capacity) -> None:
-        """Set a number as it is, a tuple in the library's form. Raises `ConfigurationError` unless every expert gets more than
-        zero.
-        """
+        """Set a number as it is, a tuple in the library's form. Raises `ConfigurationError` unless every expert gets more than zero."""
         owner = module.get_submodule(self.module)
         live: object = value
         if isinstance(value, tuple):

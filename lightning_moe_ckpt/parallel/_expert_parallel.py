@@ -91,10 +91,6 @@ def tutel_refusal(layer: Any) -> str | None:
             f"cuts each expert over {layer.sharded_count} ranks: none has a whole one. "
             "Have at least as many experts as ranks (`num_experts_per_device` of 1 or more)."
         )
-    return _gate_refusal(layer)
-
-
-def _gate_refusal(layer: Any) -> str | None:
     if layer.batch_prioritized_routing and any(gate.capacity_factor <= 0 for gate in layer.gates):
         return (
             "has `batch_prioritized_routing` and a capacity factor that is not above zero: it derives its capacity "
@@ -116,8 +112,7 @@ def refuse_tutel(root: nn.Module, ignored: Collection[str]) -> str | None:
     Tutel's examples hide all experts from DistributedDataParallel: `ignored`.
     """
     for fqn, layer in _layers(root):
-        reason = tutel_refusal(layer)
-        if reason is not None:
+        if (reason := tutel_refusal(layer)) is not None:
             return f"Tutel layer `{fqn}` {reason}"
         replicated = layer.world_size == 1 and dist.is_initialized() and dist.get_world_size() > 1
         if replicated and any(_join(fqn, name) in ignored for name, _ in _expert_parameters(layer)):

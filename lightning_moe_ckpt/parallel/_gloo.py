@@ -127,7 +127,14 @@ class GroupAbort:
             self._aborted = True
             _shut_down(self._targets())
         while self._making:
-            self._knock()
+            for inode, (_, address) in listening().items():
+                if inode in self._knocked:
+                    continue
+                self._knocked.add(inode)
+                with suppress(OSError):  # its door is closed, as the group is complete, or it is gone
+                    for number in range(self._world_size):
+                        with socket.create_connection(address, _KNOCK_SECONDS) as peer:
+                            peer.sendall(struct.pack("q", number))
             time.sleep(_AGAIN_SECONDS)
             with self._lock:
                 _shut_down(self._targets())
@@ -148,17 +155,6 @@ class GroupAbort:
                 self._left.append(has_returned)
                 raise RuntimeError("gloo/transport: an operation was aborted, and has not returned")
         return result
-
-    def _knock(self) -> None:
-        """Connect to groups under way in the place of every peer, send a peer's number, and leave."""
-        for inode, (_, address) in listening().items():
-            if inode in self._knocked:
-                continue
-            self._knocked.add(inode)
-            with suppress(OSError):  # its door is closed, as the group is complete, or it is gone
-                for number in range(self._world_size):
-                    with socket.create_connection(address, _KNOCK_SECONDS) as peer:
-                        peer.sendall(struct.pack("q", number))
 
     def _targets(self) -> set[int]:
         return _connected() - self._before if self._making else self._made | _connected(self._ports)
@@ -285,8 +281,7 @@ def listening() -> dict[int, tuple[int, tuple[str, int]]]:
     # Not from /proc/self/net/tcp: the kernel goes through the connections of the whole machine to write that.
     for entry in _DESCRIPTORS.iterdir():
         with suppress(OSError):  # closed meanwhile, such as the descriptor of this listing
-            named = _SOCKET.fullmatch(str(entry.readlink()))
-            if named is None:
+            if (named := _SOCKET.fullmatch(str(entry.readlink()))) is None:
                 continue
             each = socket.socket(fileno=int(entry.name))
             try:

@@ -124,11 +124,8 @@ class ParallelGroups:
         if self.alike:
             return self.alike
         firsts = range(0, self.world_size, self.stage_size)
-        return [
-            list(range(first + ep_rank, first + self.stage_size, self.ep_size))
-            for first in firsts
-            for ep_rank in range(self.ep_size)
-        ]
+        ranks = range(self.ep_size)
+        return [list(range(first + each, first + self.stage_size, self.ep_size)) for first in firsts for each in ranks]
 
     def group(self, name: GroupName) -> dist.ProcessGroup | None:
         """Return the process group, or `None` in a world of one process."""
@@ -233,10 +230,8 @@ def unpacked(message: bytes) -> list[bytes]:
     """Invert `packed`."""
     number = int.from_bytes(message[:8], "little")
     begin = 8 * (number + 1)
-    return [
-        message[i:j]
-        for i, j in pairwise([begin, *(begin + np.cumsum(np.frombuffer(message, np.int64, number, 8))).tolist()])
-    ]
+    ends = begin + np.cumsum(np.frombuffer(message, np.int64, number, 8))
+    return [message[i:j] for i, j in pairwise([begin, *ends.tolist()])]
 
 
 _current = ParallelGroups()
@@ -347,8 +342,7 @@ class _Maker:
 
 
 def _world() -> dist.ProcessGroup:
-    world = dist.group.WORLD
-    if world is None:
+    if (world := dist.group.WORLD) is None:
         raise RuntimeError("The default process group is not initialised. Call `init_process_group` first.")
     return world
 

@@ -36,9 +36,7 @@ _CHUNK_NUMEL, _DEVICE_CHUNK_NUMEL = 2**17, 2**24
 
 @cache
 def block_numel(numel: int) -> int:
-    """Return the elements per block of a whole parameter: a power of two, 32 to 32768, so that blocks are at most 1024 where the
-    limits allow.
-    """
+    """Return elements per block of a whole parameter: a power of two, 32 to 32768, for at most 1024 blocks where the limits allow."""
     return min(max(_power_of_two(-(-numel // _MOST_BLOCKS)), _SMALLEST), _LARGEST)
 
 
@@ -83,8 +81,7 @@ def global_grad_norm(
         experts = of_names([(name, own.get(name)) for name in sorted(expert_parallel)], "expert_data")
         totals.append(_gathered(experts, groups, "expert"))
     total = _root(_sum(torch.cat(totals), _added(norm_type)), norm_type)
-    stage = groups.group("stage")
-    if stage is not None and stage.size() > 1:
+    if (stage := groups.group("stage")) is not None and stage.size() > 1:
         dist.broadcast(total, groups.ranks("stage")[0], group=stage)
     if groups.num_stages > 1:
         # The same numbers in the same order on all ranks, replicas of a stage having the same bits.
@@ -132,8 +129,7 @@ def _placed(
     counts = [-(-grad.numel() // width) for _, grad in kind]
     spans = list[Tensor]()
     for (name, _), own in zip(kind, torch.split(rows, counts), strict=True):
-        numel = whole.get(name)
-        if numel is None:
+        if (numel := whole.get(name)) is None:
             spans.append(own if part == 0 else torch.zeros_like(own))
         else:
             before = _cut(numel, parts, part) // width
@@ -228,8 +224,7 @@ def _added(norm_type: float) -> float:
 
 def _gathered(own: Tensor, groups: ParallelGroups, name: GroupName) -> Tensor:
     """Return the vectors of all ranks of a group, one behind the other. Collective."""
-    group = groups.group(name)
-    if group is None or group.size() == 1:
+    if (group := groups.group(name)) is None or group.size() == 1:
         return own
     everyone = own.new_empty(group.size() * own.numel())
     all_gather_flat(everyone, own, group)

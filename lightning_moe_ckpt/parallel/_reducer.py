@@ -93,8 +93,7 @@ class _Gradient:
 
     def fill(self) -> None:
         """Copy the gradient into its buckets, or zeros; call before these are launched. Raises `ConfigurationError` if sparse."""
-        grad = self.parameter.grad
-        if grad is not None and grad.layout is not torch.strided:
+        if (grad := self.parameter.grad) is not None and grad.layout is not torch.strided:
             raise ConfigurationError(
                 f"`{self.fqn}` has a sparse gradient, which cannot be reduced in a static bucket. "
                 "Build its module with `sparse=False`."
@@ -510,7 +509,6 @@ class GradientReducer:
             for fqn, gradient in self._gradients.items():
                 gradient.write_back(present=present[fqn])
             for fqn in self._unshared:
-                grad = self._parameters[fqn].grad
-                if grad is not None:
+                if (grad := self._parameters[fqn].grad) is not None:
                     grad.div_(self._groups.stage_size)
         self.pieces.take_up_gradients()

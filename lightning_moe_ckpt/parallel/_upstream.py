@@ -98,17 +98,13 @@ class _Given:
 
     def copy(self) -> _Given:
         """Return an independent copy: using one up leaves the other whole."""
-        return _Given(
-            self.answers.copy(),
-            {name: tensor.copy() for name, tensor in self.inputs.items()},
-            {name: output.copy() for name, output in self.outputs.items()},
-        )
+        inputs = {name: tensor.copy() for name, tensor in self.inputs.items()}
+        outputs = {name: output.copy() for name, output in self.outputs.items()}
+        return _Given(self.answers.copy(), inputs, outputs)
 
 
 class UpstreamLog:
-    """One rank's log of crossings, and the source of steps while its stage repeats them. The caller of `keep` enforces
-    `limit_nbytes`.
-    """
+    """One rank's log of crossings, and the source of steps while its stage repeats them. The caller of `keep` enforces `limit_nbytes`."""
 
     def __init__(self, limit_nbytes: int = 2**30) -> None:
         self.limit_nbytes = limit_nbytes
@@ -184,9 +180,7 @@ class UpstreamLog:
         self.mode = Mode.SILENT
 
     def answer(self, kind: str, ask: Callable[[], T]) -> T:
-        """Return an answer for all ranks of the pipeline: the former one in a repeated step, otherwise the result of `ask`,
-        which is kept.
-        """
+        """Return an answer for all ranks of the pipeline: the former one in a repeated step, else the result of `ask`, which is kept."""
         if self._from is not None:
             value: T = self._next(kind)
         else:
@@ -298,9 +292,7 @@ class UpstreamLog:
         return [tensor.clone() for tensor in tensors]
 
     def require_exact(self) -> None:
-        """Raise `Diverged` if a repeated step was not as before. Called at a commit, because reading digests waits for the
-        device.
-        """
+        """Raise `Diverged` if a repeated step was not as before. Called at a commit, because reading digests waits for the device."""
         unchecked, self._unchecked = self._unchecked, []
         for direction, digest, expected in unchecked:
             if [*map(int, digest)] != expected:
@@ -347,10 +339,7 @@ class UpstreamLog:
         for passed in [answer for answer in answers if answer[0] == _MAY_BE_PASSED]:
             self._keep(passed)
         left = [answer[0] for answer in answers if answer[0] != _MAY_BE_PASSED]
-        rest = [
-            *left,
-            *(name for waiting in (self._from.inputs, self._from.outputs) for name in waiting if waiting[name]),
-        ]
+        rest = [*left, *(name for each in (self._from.inputs, self._from.outputs) for name in each if each[name])]
         if rest:
             self._note(f"of a step {', '.join(map(str, rest))} did not come again")
 

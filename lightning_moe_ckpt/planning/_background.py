@@ -65,8 +65,7 @@ class OperatorSizes:
         if self._whole is None or self._whole[0] != dtypes:
             self._whole = dtypes, record_nbytes(self._view.replanned(self._view.operators, dtypes), self._groups)
         inputs = replace(inputs, sizes=self._whole[1])
-        limit = policy.split_nbytes(inputs)
-        if not limit:
+        if not (limit := policy.split_nbytes(inputs)):
             return inputs, limit
         whole = self._view.replanned(self._view.operators, dtypes)
         view = whole.replanned(split_operators(whole, self._groups, limit), dtypes)
@@ -129,8 +128,7 @@ class PlanMaker:
     def lay_out(self, record: PlanRecord) -> WindowLayout:
         """Return the plan's layout; partial plans, which come round again, are laid out once."""
         key = (record.to_json(), self.journal.nbytes)
-        layout = self._layouts.get(key)
-        if layout is None:
+        if (layout := self._layouts.get(key)) is None:
             layout = lay_out(record, self._view, self._groups, key[1]).mirrored(self.mirroring)
             for step in layout.steps:
                 columns_of(step)  # in advance, since plans are mostly made beside the training thread
@@ -142,8 +140,7 @@ class PlanMaker:
 
     def differential(self, layout: WindowLayout) -> WindowLayout:
         """Return the layout of differences from one boundary to the next, cut like the states of `layout`."""
-        plan = Plan.of_everything(layout.record.plan.names, RecordKind.DELTA)
-        return self.lay_out(replace(layout.record, plan=plan))
+        return self.lay_out(replace(layout.record, plan=Plan.of_everything(layout.record.plan.names, RecordKind.DELTA)))
 
     def enlarged(self, layout: WindowLayout, journal_nbytes: int) -> WindowLayout:
         """Return a plan with room for a larger journal, and enlarge the following plan."""
@@ -164,8 +161,7 @@ class PlanMaker:
         room = RingRoom(steps=layout.room, generations=generations, experts=experts)
         if (chains := self._policy.chains) is None:
             return room
-        links = SlotClass(self.differential(layout).slot_nbytes, chains.links_kept(generations))
-        return replace(room, links=links)
+        return replace(room, links=SlotClass(self.differential(layout).slot_nbytes, chains.links_kept(generations)))
 
     def mirror(self, mirroring: Mirroring) -> float:
         """Capture state for other ranks too; return this rank's own share of the bytes to memory."""
@@ -198,9 +194,7 @@ class PlanMaker:
 
 
 class StagePlans:
-    """Plan of this rank's stage among all stages' plans. Construction is collective. The view's operators are not
-    split.
-    """
+    """Plan of this rank's stage among all stages' plans. Construction is collective. The view's operators are not split."""
 
     def __init__(self, view: StateView, groups: ParallelGroups, everyone: Exchange) -> None:
         self._view, self._groups, self.everyone = view, groups, everyone

@@ -173,8 +173,7 @@ class Budgets:
         """Take every rank's `window_inputs`; return whether the present budget differs by more than noise from the
         bytes of the plan in force, `before` (0 for a plan without budget).
         """
-        found = [min(column) for column in zip(*rows, strict=True)]
-        if not found or 0 in found:
+        if not (found := [min(column) for column in zip(*rows, strict=True)]) or 0 in found:
             return False
         self.clock.forget()
         if not before or abs(found[0] - before) < NOISE * before:
@@ -185,8 +184,7 @@ class Budgets:
 
     def _nbytes(self, level: str) -> int:
         """Return a level's budget; a measured budget does not outgrow the ring, which is made once."""
-        given = self._config[level]
-        if given != "auto":
+        if (given := self._config[level]) != "auto":
             return given
         # Copies to memory must end by the next optimizer step, however far generations are apart.
         steps = 1 if level == MEMORY else self._every_n_steps

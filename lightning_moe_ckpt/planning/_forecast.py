@@ -130,14 +130,9 @@ def forecast(
         links = 0 if room.links is None else room.links.nbytes * (room.links.slots + 2)
         others = owners * ((1 + copy.keep) * pages * PAGE_NBYTES + links)
         purposes[generations] = room.purposes | ({"copies of other ranks": others} if others else {})
-    return {
-        "full": planner.sizes.dense_nbytes,
-        "window": len(captured),
-        "generation": mirrored.nbytes,
-        "journals": len(captured) * planner.journal_nbytes,
-        "captured": sum(captured),
-        "purposes": purposes,
-    }
+    captured_nbytes = {"journals": len(captured) * planner.journal_nbytes, "captured": sum(captured)}
+    sizes = {"full": planner.sizes.dense_nbytes, "window": len(captured), "generation": mirrored.nbytes}
+    return {**sizes, **captured_nbytes, "purposes": purposes}
 
 
 def forecast_run(

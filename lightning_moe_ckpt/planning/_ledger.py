@@ -460,8 +460,7 @@ class LedgerKeeper(Counting):
         lost_E: Tensor | None = outcome.get("lost")
         if lost_E is None:  # a whole generation, in storage
             whole = torch.ones_like(ledger.alive, dtype=torch.bool)
-            at = torch.full_like(ledger.alive, outcome["step"])
-            ledger, _ = ledger.restore(ledger.alive, at, {STORAGE: whole})
+            ledger, _ = ledger.restore(ledger.alive, torch.full_like(ledger.alive, outcome["step"]), {STORAGE: whole})
         # Copies on other nodes of an earlier incarnation are not looked at, and count as none.
         ledger = ledger.with_peers(kept=PEER in self._levels.values())
         self.ledger = self._policy.after_restart(ledger, lost_E)
@@ -495,8 +494,7 @@ class LedgerKeeper(Counting):
         """Note that a tier has all of a generation on every rank."""
         if tier not in self._levels:
             return
-        level = self._levels[tier]
-        if level == STORAGE:
+        if (level := self._levels[tier]) == STORAGE:
             self._bad.completed(self.ledger.saved[level], generation.step)
         self.ledger = self.ledger.complete(level, generation.step)
 

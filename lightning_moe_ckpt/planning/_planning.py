@@ -158,8 +158,7 @@ class Planner:
 
     def deltas(self) -> Deltas | None:
         """Return how gradients replace states sent to other nodes, if at all; the same on all ranks. Collective."""
-        wanted = self._policy.deltas
-        if wanted is not None:
+        if (wanted := self._policy.deltas) is not None:
             reason = why_no_deltas(self._view, every_n_steps=self._period, exact=wanted.kind == "lossless")
             if not self._stages.everyone.all_agree(reason is None):
                 log.info(
@@ -203,10 +202,8 @@ class Planner:
     def restore(self, outcome: Mapping[str, Any]) -> None:
         """Go on from the journal at the boundary this incarnation starts from; call after `adopt`."""
         self._ledger.restore(outcome)
-        state = outcome.get("popularity")
-        if state is not None:
-            in_force = None if self._current is None else self._current.record.popularity
-            self._replan(self.order.restore(state, in_force))
+        if (state := outcome.get("popularity")) is not None:
+            self._replan(self.order.restore(state, None if self._current is None else self._current.record.popularity))
 
     @property
     def bad_copies(self) -> BadCopies:

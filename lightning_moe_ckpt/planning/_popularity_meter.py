@@ -240,8 +240,7 @@ class PopularityMeter(CaptureOrder):
         if self._capacity is not None:
             counts_E = popularity_per_capacity(counts_E, self._capacity.read_and_reset())
         value_E = self._value_E.to(counts_E.device)
-        half_life = self._config.half_life_steps
-        if half_life is None:
+        if (half_life := self._config.half_life_steps) is None:
             self._value_E = value_E + counts_E
         else:
             self._value_E = decayed_popularity(value_E, counts_E, half_life_steps=half_life)

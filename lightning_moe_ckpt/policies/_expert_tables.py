@@ -95,9 +95,7 @@ class ExpertTable(ExpertLayout):
             raise ValueError(f"`ExpertTable(layer={self.layer!r})` needs {self.num_experts} entries in every row.")
 
     def due_age(self, level: str, ages: Sequence[int], expert: int, respite: int) -> int:
-        """Return the age by which an expert's turn comes; an expert that a level may drop gets `respite` generations
-        more.
-        """
+        """Return the age by which an expert's turn comes; an expert that a level may drop gets `respite` generations more."""
         rows = self.stored.get(level)
         return ages[expert] - respite if rows is not None and rows[expert] else ages[expert]
 
@@ -288,8 +286,7 @@ class _Choice:
         while waiting:
             i, leaving, origin = waiting.popleft()
             for expert in self._untaken(i):
-                position = self._positions[i][expert]
-                if position in came_by:
+                if (position := self._positions[i][expert]) in came_by:
                     continue
                 came_by[position] = i, expert, leaving, origin
                 if self.has_room(position):
@@ -313,12 +310,8 @@ class _Choice:
         full = {position}
         if self._given[position] == self._least:
             full |= {each for each in self._all if self._given[each] > self._least}
-        found = [
-            (self._layers[i][expert], i, expert)
-            for i, taken in enumerate(self.taken)
-            for expert in taken
-            if self._positions[i][expert] in full
-        ]
+        taken = [(i, expert) for i, each in enumerate(self.taken) for expert in each]
+        found = [(self._layers[i][expert], i, expert) for i, expert in taken if self._positions[i][expert] in full]
         for _, i, expert in sorted(found, reverse=True):  # the least urgent first
             yield i, expert, position
 

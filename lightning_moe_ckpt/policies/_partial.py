@@ -168,8 +168,7 @@ class PartialPolicy(ExpertPolicy):
         """Return the policy with the K in force after faults; memory keeps the K that its ring was made for."""
         ledger, snapshot_k = inputs.ledger, self.snapshot_k
         if snapshot_k == "auto":
-            nbytes = (inputs.made_for or inputs.budgets).get(MEMORY, 0)
-            snapshot_k = largest_k(inputs.layouts, nbytes, least=self.k)
+            snapshot_k = largest_k(inputs.layouts, (inputs.made_for or inputs.budgets).get(MEMORY, 0), least=self.k)
         if ledger is None or ledger.k is None:
             return replace(self, snapshot_k=snapshot_k)
         return replace(self, k=ledger.k, snapshot_k=max(snapshot_k or 0, ledger.k, ledger.memory_k or 0))
@@ -200,8 +199,7 @@ class PartialPolicy(ExpertPolicy):
     @override
     def config(self) -> dict[str, Any]:
         """Return what identifies the policy, without the period, which does not change a generation's contents."""
-        names = ("kind", "k", "snapshot_k", "order")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("kind", "k", "snapshot_k", "order")}
 
     @override
     def after_restart(self, ledger: TokenLedger, lost_E: Tensor | None) -> TokenLedger:
@@ -278,11 +276,8 @@ class PartialPolicy(ExpertPolicy):
         """Return the `(layer, expert)` about to get too old, as far as layer or position has room."""
         wait, rounds = max(map(self._wait, tables)), max(map(self._round, tables))
         respite = max(0, STARVED * rounds + _SPARE + wait - limit)
-        ages = [
-            (table.due_age(MEMORY, table.age, e, respite), i, e)
-            for i, table in enumerate(tables)
-            for e in range(table.num_experts)
-        ]
+        places = [(i, e) for i, table in enumerate(tables) for e in range(table.num_experts)]
+        ages = [(tables[i].due_age(MEMORY, tables[i].age, e, respite), i, e) for i, e in places]
         groups = defaultdict[tuple[str, int], list[tuple[int, int, int]]](list)
         for age, i, e in sorted(ages, reverse=True):
             groups["layer", i].append((age, i, e))

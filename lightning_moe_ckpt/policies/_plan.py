@@ -152,12 +152,8 @@ class Plan:
             }
             for step in self.steps
         ]
-        return {
-            "operators": list(self.names),
-            "steps": steps,
-            "interval_steps": self.interval_steps,
-            "partial": self.partial,
-        }
+        rest = {"interval_steps": self.interval_steps, "partial": self.partial}
+        return {"operators": list(self.names), "steps": steps, **rest}
 
     @classmethod
     def from_value(cls, value: object) -> Plan:

@@ -118,8 +118,7 @@ class Policy(ABC):
     kind: ClassVar[str]
     """Name of the policy in markers."""
     cuts: ClassVar[bool] = True
-    """Whether parts of one state may be restored from different steps: an optimizer must then update each element
-    alone."""
+    """Whether parts of one state may be restored from different steps: an optimizer must then update each element alone."""
     exact: ClassVar[bool] = True
     """Whether a generation has everything as of one step, so that restores are exact. Else its plans are partial."""
     replays: ClassVar[bool] = False
@@ -162,9 +161,7 @@ class Policy(ABC):
 
     @abstractmethod
     def due(self, step: int, last: int | None, interval_steps: int) -> bool:
-        """Return whether a window should start at boundary `step`, after this incarnation's newest window at `last`, if
-        any.
-        """
+        """Return whether a window should start at boundary `step`, after this incarnation's newest window at `last`, if any."""
 
     @abstractmethod
     def plan(self, inputs: PlanInputs) -> Plan:
@@ -272,8 +269,7 @@ class ExpertPolicy(PeriodicPolicy):
 
     @override
     def plan(self, inputs: PlanInputs) -> Plan:
-        selection = self.in_force(inputs).select(inputs.index, inputs.tables, inputs.budgets)
-        return selection.plan(inputs.operators)
+        return self.in_force(inputs).select(inputs.index, inputs.tables, inputs.budgets).plan(inputs.operators)
 
     @override
     def generations_kept(self, inputs: PlanInputs) -> int:

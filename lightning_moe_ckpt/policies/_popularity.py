@@ -90,8 +90,7 @@ def should_reorder(
     if not old.numel() or not float(new.sum()):
         return False
     before, now = old / old.sum() if float(old.sum()) else old, new / new.sum()
-    changed = (now - before).abs() > reorder_threshold * before
-    return float(changed.double().mean()) >= reorder_fraction
+    return float(((now - before).abs() > reorder_threshold * before).double().mean()) >= reorder_fraction
 
 
 def decayed_popularity(previous_E: Tensor, counts_E: Tensor, *, half_life_steps: float) -> Tensor:

@@ -160,12 +160,8 @@ class SelectivePolicy(ExpertPolicy):
         limit, found = self.max_wait(tables, budgets), dict[tuple[int, int], None]()
         respite = self._respite(tables, budgets[STORAGE], limit)
         for level in levels:
-            waited = [
-                ((i, e), tables[i].due_age(level, tables[i].waited[level], e, respite))
-                for i, row in enumerate(held)
-                for e in row
-                if tables[i].waited
-            ]
+            places = [(i, e) for i, row in enumerate(held) for e in row if tables[i].waited]
+            waited = [((i, e), tables[i].due_age(level, tables[i].waited[level], e, respite)) for i, e in places]
             found |= dict.fromkeys(_overdue(tables, waited, limit, _usable(tables, budgets[STORAGE])))
         return list(found)
 

@@ -404,12 +404,9 @@ class TierLedger:
         for each in self.pending:
             if each.step == step:
                 skipped_E[each.experts] = True
-        return replace(
-            self,
-            skipped=skipped_E,
-            pending=tuple(each for each in self.pending if each.step != step),
-            given=tuple(generation for generation in self.given if generation != step or not place_is_free),
-        )
+        pending = tuple(each for each in self.pending if each.step != step)
+        given = tuple(each for each in self.given if each != step or not place_is_free)
+        return replace(self, skipped=skipped_E, pending=pending, given=given)
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """Return `(alive_E, step_E)` of the newest copies, if all generations under way complete; but see `skipped`."""

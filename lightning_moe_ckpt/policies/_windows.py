@@ -96,8 +96,7 @@ def plan_window(
     if planner == "packed" and over_budget == "stall":
         _require_split(ordered, budget_nbytes)
     most = len(items) if max_window is None else max_window
-    packer = pack if planner == "packed" else pack_by_algorithm1
-    slots = packer(full_N, compute_N, budget_nbytes, most)
+    slots = (pack if planner == "packed" else pack_by_algorithm1)(full_N, compute_N, budget_nbytes, most)
     interval = len(slots)
     if over_budget == "dense" and excess(slots, full_N, compute_N, budget_nbytes):
         slots, interval = [np.arange(len(items))], -(-int(full_N.sum()) // budget_nbytes)
@@ -133,8 +132,7 @@ def split_nbytes(items: Sequence[PlanItem], budget_nbytes: int) -> int:
     COMPUTE of all operators leaves `budget - compute` in the first slot, more in later ones. Pieces of half the rest
     fit anywhere. If COMPUTE leaves next to nothing, a 64th of the budget bounds the number of pieces.
     """
-    left = budget_nbytes - sum(item.compute_nbytes for item in items)
-    return max(left // 2, budget_nbytes // 64, 1)
+    return max((budget_nbytes - sum(item.compute_nbytes for item in items)) // 2, budget_nbytes // 64, 1)
 
 
 def _arrays(items: Sequence[PlanItem]) -> tuple[list[PlanItem], Ints, Ints]:
@@ -142,13 +140,11 @@ def _arrays(items: Sequence[PlanItem]) -> tuple[list[PlanItem], Ints, Ints]:
         raise ValueError("There must be at least one item to plan.")
     ordered = sorted(items, key=lambda item: item.order_key)
     full = np.array([item.full_nbytes for item in ordered], dtype=np.int64)
-    compute = np.array([item.compute_nbytes for item in ordered], dtype=np.int64)
-    return ordered, full, compute
+    return ordered, full, np.array([item.compute_nbytes for item in ordered], dtype=np.int64)
 
 
 def _require_split(items: Sequence[PlanItem], budget_nbytes: int) -> None:
-    large = [item.name for item in items if item.full_nbytes > budget_nbytes]
-    if large:
+    if large := [item.name for item in items if item.full_nbytes > budget_nbytes]:
         more = f" and {len(large) - 3} more" if len(large) > 3 else ""
         raise ValueError(
             f"Operators {', '.join(large[:3])}{more} exceed the budget of {size_text(budget_nbytes)} per step alone. "
@@ -190,8 +186,7 @@ def pack_in_order(full_N: Ints, compute_N: Ints, budget: int, max_slots: int) ->
         ends.append(end)
     if ends[-1] < num:
         ends.append(num)
-    slots = [np.arange(num - stop, num - start) for start, stop in pairwise(ends)]
-    return slots[::-1]
+    return [np.arange(num - stop, num - start) for start, stop in pairwise(ends)][::-1]
 
 
 def excess(slots: Slots, full_N: Ints, compute_N: Ints, budget: int) -> int:
@@ -211,8 +206,7 @@ def fewest_slots(full_N: Ints, compute_N: Ints, budget: int) -> int:
     compute_sum = np.concatenate(([0], np.cumsum(compute_N[order_N])))
     packed, slots = 0.0, 0
     while packed < full_sum[-1] * (1 - 1e-12):  # rounding must not cost a slot
-        room = budget - float(np.interp(packed, full_sum, compute_sum))
-        if room <= 0 or slots > len(full_N):
+        if (room := budget - float(np.interp(packed, full_sum, compute_sum))) <= 0 or slots > len(full_N):
             return 2**31
         packed += room
         slots += 1
@@ -332,8 +326,7 @@ def assign_positions(plan: Plan, operators: OperatorSet, counts: Counts, *, by: 
     """Return the plan over operators of all ranks, from the plan over their positions, made by the same counts and
     order; equal on all ranks. Raises `ValueError` if the plan does not name exactly these positions.
     """
-    layers = _layers(operators, counts, by)
-    holders = {position.name: position.holders for position, _ in _assign(operators, layers)}
+    holders = {position.name: position.holders for position, _ in _assign(operators, _layers(operators, counts, by))}
     if set(plan.names) != set(holders):
         raise ValueError("The plan does not belong to these operators: it names other positions.")
     files = [{name: kind for at, kind in step.files["durable"].items() for name in holders[at]} for step in plan.steps]
@@ -342,9 +335,7 @@ def assign_positions(plan: Plan, operators: OperatorSet, counts: Counts, *, by: 
 
 def all_names(operators: OperatorSet) -> list[str]:
     """Return the operator names of all ranks, from this rank's: each rank has as many experts, cut alike."""
-    layers = {
-        layer.fqn: (layer, {expert: k for k, expert in enumerate(layer.local_expert_ids)}) for layer in operators.layers
-    }
+    layers = {layer.fqn: (layer, {e: k for k, e in enumerate(layer.local_expert_ids)}) for layer in operators.layers}
     names: list[str] = []
     for op in operators:
         if op.layer is None or op.expert_idx is None:
@@ -418,10 +409,7 @@ def _layer(layer: MoELayerSpec, counts_E: list[float], ep_size: int) -> _Layer:
     by_popularity = [sorted(range(r * each, (r + 1) * each), key=lambda e: (counts_E[e], e)) for r in range(parts)]
     turns = [_in_turns(row, layer.owners) for row in by_popularity]
     # One turn's positions come together, else one step would hold all experts of an owner.
-    sums = [
-        [sum(counts_E[row[k]] for row in columns) for k in range(len(columns[0]))]
-        for columns in zip(*turns, strict=True)
-    ]
+    sums = [[sum(counts_E[row[k]] for row in each) for k in range(len(each[0]))] for each in zip(*turns, strict=True)]
     totals = accumulate((sum(turn) for turn in sums), max) if layer.owners else iter(())
     keys = [key for turn in sums for key in ([next(totals)] * len(turn) if layer.owners else turn)]
     rows = [[expert for turn in row for expert in turn] for row in turns]

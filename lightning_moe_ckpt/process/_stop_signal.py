@@ -122,8 +122,7 @@ class StopSignal:
     def _watch(self) -> None:
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
-        previous = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        if previous != -1:
+        if (previous := signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)) != -1:
             signal.set_wakeup_fd(previous)  # an event loop needs it; then only the handler tells us
         _descriptors.add(self._writer)
         self._thread = threading.Thread(target=self._serve, name="moe-ckpt-stop", daemon=True)
@@ -189,8 +188,7 @@ _descriptors: set[int] = set()
 
 
 def _release_descriptor(descriptor: int) -> None:
-    current = signal.set_wakeup_fd(-1)
-    if current not in (-1, descriptor):
+    if (current := signal.set_wakeup_fd(-1)) not in (-1, descriptor):
         signal.set_wakeup_fd(current)
     _descriptors.discard(descriptor)
 

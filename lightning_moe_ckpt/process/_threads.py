@@ -58,9 +58,7 @@ def compute_alone() -> None:
 
 def _quiesce() -> None:
     if any(thread.name.startswith("moe-ckpt") for thread in threading.enumerate()):
-        _held.extend(
-            handler for handler in _handlers() if handler.lock is None or handler.lock.acquire(timeout=PATIENCE_SECONDS)
-        )
+        _held.extend(each for each in _handlers() if each.lock is None or each.lock.acquire(timeout=PATIENCE_SECONDS))
 
 
 def _begin() -> None:

@@ -259,8 +259,7 @@ class RestoreAttempt:
 
     def _cost(self) -> tuple[float, int] | None:
         """Return the seconds to bring an exact generation, by a record that the slowest rank brings, and its begin as Unix time."""
-        marker = self.marker()
-        if marker is None or self.is_partial or self.is_differential:
+        if (marker := self.marker()) is None or self.is_partial or self.is_differential:
             return None
         copies, file = self._copies((self.version, None)), max(marker.segments, key=attrgetter("nbytes"))
         sizes = np.asarray(RecordColumns.of(file.records).nbytes, np.int64)
@@ -272,8 +271,7 @@ class RestoreAttempt:
         self._transfer.fill([sample] * is_far, "")
         seconds, whole = time.perf_counter() - began, sum(each.nbytes for each in marker.segments)
         row = [float("inf") if sample.lost else seconds, whole * is_far, record.nbytes * is_far, marker.unix_time]
-        said = self._transport.gather_values(row)
-        seconds, whole, sampled, begin = map(max, zip(*said, strict=True))
+        seconds, whole, sampled, begin = map(max, zip(*self._transport.gather_values(row), strict=True))
         return (seconds * whole / sampled if sampled else 0.0), begin
 
     def _extracted(self, generation: GenerationId, replicas: Replicas, extract: Callable[[memoryview], T]) -> T | None:
@@ -408,10 +406,7 @@ class RestoreAttempt:
         assemblies: dict[str, Assembly] = {}
         for step, layout, buffer in zip(steps, layouts, buffers, strict=True):
             layout.write_header(buffer)
-            held = {
-                **self._index.step(base, step),
-                **{n: r for records in experts.values() for n, r in records.items()},
-            }
+            held = {**self._index.step(base, step), **{n: r for each in experts.values() for n, r in each.items()}}
             wanted: dict[str, list[Wanted]] = {"": [], **{expert: [] for expert in experts}}
             for name, span in layout.spans.items():
                 if (replicas := held.get(name)) is None or not _fits(replicas, span):
@@ -431,10 +426,7 @@ class RestoreAttempt:
         for expert, reason in lost.items():
             self._index.exclude(expert, sources[expert])
             log.error("%s; an older copy of the expert is used", reason)
-        own = [
-            [e, reason, self._all_at(self._index.operator(e, sources[e]).values(), STORAGE)]
-            for e, reason in lost.items()
-        ]
+        own = [[e, why, self._all_at(self._index.operator(e, sources[e]).values(), STORAGE)] for e, why in lost.items()]
         said = self._transport.gather_values(own)
         for rank, rows in enumerate(said):
             for expert, reason, is_stored in rows:

@@ -105,8 +105,7 @@ def _digests_of_buffers(brought: BroughtRecords) -> dict[str, dict[int, list[str
 def differing_buffers(brought: BroughtRecords) -> Iterator[str]:
     """Yield a note about buffers with other values on other writers, if there are any."""
     found = _digests_of_buffers(brought)
-    names = [name for name, own in found.items() if len({*map(tuple, own.values())}) > 1]
-    if names:
+    if names := [name for name, own in found.items() if len({*map(tuple, own.values())}) > 1]:
         yield f"buffers that differed between ranks ({', '.join(names[:_NAMED])}): each rank has those of one of the former ranks"
 
 
@@ -180,8 +179,7 @@ def _stored_as(kind: str, fqn: str, key: str) -> _Field:
 def _differences(stored: Mapping[_Field, RecordEntry], wanted: Mapping[_Field, RecordEntry]) -> Iterator[str]:
     with_state = {fqn for fqn, key in stored if key not in {PARAM, PRESENT}}
     for (fqn, key), record in wanted.items():
-        found = stored.get((fqn, key))
-        if found is None and (key == PARAM or fqn in with_state):
+        if (found := stored.get((fqn, key))) is None and (key == PARAM or fqn in with_state):
             yield f"`{fqn}` has no {'values' if key == PARAM else key}"
         elif found is not None and (found.global_shape or (1,)) != (record.global_shape or (1,)):
             yield f"`{fqn}` has {list(found.global_shape)} {key}, the model {list(record.global_shape)}"

@@ -31,7 +31,7 @@ ShardScalars = Mapping[tuple[int, int, str], bytes]
 BUFFER, FULL = "buffer", "full"
 _ABSENT = (b"", b"\0")
 
-_UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer types by their bytes: elements are moved bit by bit."""
 
 
@@ -65,14 +65,13 @@ class HeldRecord:
     def boxes(self) -> Iterator[tuple[int, Bounds]]:
         """Boxes of the record, each with its first element in the record."""
         boxes = list(self.record.boxes())
-        starts = accumulate((math.prod(size) for _, size in boxes), initial=0)
-        return zip(starts, boxes, strict=False)
+        return zip(accumulate((math.prod(size) for _, size in boxes), initial=0), boxes, strict=False)
 
     def view(self, buffers: Sequence[Tensor], start: int, size: Sequence[int]) -> Tensor:
         """Return a box's elements, as integers, without a copy."""
         itemsize = dtype_of(self.record.dtype).itemsize
         first = self.record.offset + start * itemsize
-        return buffers[self.place][first : first + math.prod(size) * itemsize].view(_UNITS[itemsize]).view(tuple(size))
+        return buffers[self.place][first : first + math.prod(size) * itemsize].view(UNITS[itemsize]).view(tuple(size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,11 +177,8 @@ def _is_state(record: RecordEntry) -> bool:
 def moves(sources: HeldByTensor, targets: HeldByTensor, values: ShardScalars, rank: int) -> Iterator[Move]:
     """Yield all moves from or to a rank, in one order on all ranks; state that does not exist yet is not moved."""
     for key in sorted(targets):
-        there = [
-            each
-            for each in sources.get(key, ())
-            if not (_is_state(each.record) and each.scalar(PRESENT, values) in _ABSENT)
-        ]
+        known = sources.get(key, ())
+        there = [each for each in known if not (_is_state(each.record) and each.scalar(PRESENT, values) in _ABSENT)]
         own = [each for each in there if each.rank == rank]
         for target in targets[key]:
             for source in there if target.rank == rank else own:
@@ -210,12 +206,8 @@ def fill_scalars(
 ) -> None:
     """Give a rank's shards the scalars from stored shards that they overlap: the first with state."""
     rank = wanted[0].rank if wanted else -1
-    params = {
-        (each.at, each.record.name): (each, sources.get(key, ()))
-        for key, pieces in targets.items()
-        for each in pieces
-        if each.rank == rank
-    }
+    own = [(key, each) for key, pieces in targets.items() for each in pieces if each.rank == rank]
+    params = {(each.at, each.record.name): (each, sources.get(key, ())) for key, each in own}
     for piece in wanted:
         record = piece.record
         param, stored = params[piece.at, f"{record.name.rpartition('/')[0]}/{PARAM}"]
@@ -225,8 +217,7 @@ def fill_scalars(
             value = bytes([bool(having)])
         else:
             found = (each.scalar(record.state_key, values) for each in (having if _is_state(record) else near))
-            value = next((each for each in found if each), b"")
-            if value and len(value) != record.nbytes:
+            if (value := next((each for each in found if each), b"")) and len(value) != record.nbytes:
                 raise IdentityMismatch(
                     f"`{record.fqn}`: its {record.state_key} has {len(value)} bytes in the run, and {record.nbytes} here. Resume with the "
                     "optimizer that wrote it, or begin with weights alone."

@@ -77,14 +77,12 @@ class ChainRestore:
             lacking = [f"rank {rank}" for rank, own in enumerate(bases) if None in own]
             self.reasons.append(f"{', '.join(lacking) or 'ranks together'}: what it follows on is not all there")
             return None
-        brought = self._bring([first])
-        if brought is None or self.reached < first:
+        if (brought := self._bring([first])) is None or self.reached < first:
             return None
         states = [state for state, *_ in brought]
         seconds, unfit = 0.0, list[tuple[int, str]]()
         for steps in _portions(range(first + 1, last + 1), at_once):
-            brought = self._bring(steps)
-            if brought is None:
+            if (brought := self._bring(steps)) is None:
                 return None
             started = time.perf_counter()
             try:
@@ -137,8 +135,7 @@ def restore_chain(attempt: RestoreAttempt, marker: RankMarker) -> tuple[Restored
     """
     transport, transfer, links = attempt.chain()
     chain = ChainRestore(transport, transfer, [links], marker.generation.step)
-    states = chain.run()
-    if states is None:
+    if (states := chain.run()) is None:
         return None, chain.reasons
     (state,), base = states, links[states[0].step][0].entry
     restored = Restored(
@@ -293,8 +290,7 @@ def _fold_part(
     fqn, count = part.rpartition("/")[0], live[_COUNT]
     steps: list[AdamStep] = []
     for difference in differences:
-        settings = step_settings(difference.journal, fqn)
-        if settings is not None:
+        if (settings := step_settings(difference.journal, fqn)) is not None:
             number = int(count) + len(steps) + 1
             found = difference.view(gradient)
             steps.append(

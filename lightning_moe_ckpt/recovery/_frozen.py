@@ -84,8 +84,7 @@ class Frozen:
         shown: dict[nn.Module, dict[str, tuple[nn.Parameter, Tensor | None]]] = defaultdict(dict)
         for fqn, param in self._params.items():
             first = self._operators[fqn][0]
-            live = [operator for operator in self._operators[fqn] if operator.name in active]
-            if not live:
+            if not (live := [operator for operator in self._operators[fqn] if operator.name in active]):
                 self._passive.append(param)
             if nothing or not param.requires_grad or fqn in seen:
                 continue
@@ -138,8 +137,7 @@ class Frozen:
 
     def drop_gradients(self) -> None:
         """Take frozen parameters' gradients away; call right before the optimizer steps."""
-        passive = map(stepped_of, self._passive)
-        self._dropped = [(param, param.grad) for param in passive if param.grad is not None]
+        self._dropped = [(param, param.grad) for param in map(stepped_of, self._passive) if param.grad is not None]
         for param, _ in self._dropped:
             param.grad = None
 
@@ -161,9 +159,7 @@ def _rows(fqn: str, param: Tensor, active: Iterable[Operator]) -> Tensor:
 
 def _showing(module: nn.Module, tensors: Mapping[str, tuple[nn.Parameter, Tensor | None]]) -> list[RemovableHandle]:
     """Shadow a module's parameters by other tensors while the module runs; return the hooks."""
-    places = [
-        (module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], *tensors[name]) for name in tensors
-    ]
+    places = [(module.get_submodule(n.rpartition(".")[0]), n.rpartition(".")[2], *tensors[n]) for n in tensors]
 
     views = [FrozenView.of(param, active_E) for *_, param, active_E in places]
 

@@ -123,10 +123,9 @@ class RecordIndex:
     def local(self, generation: GenerationId, name: str) -> Replicas | None:
         """Return a generation's record `name`, of no operator, with its places that need no fetch; `None` without."""
         for source in sorted(each for each in self._others if each.generation == generation):
-            if (replicas := self._others[source].get(generation.step, {}).get(name)) is not None:
-                places = [place for place in replicas.places if place.copy.source != "peer"]
-                if places:
-                    return Replicas(replicas.record, places)
+            replicas = self._others[source].get(generation.step, {}).get(name)
+            if replicas is not None and (places := [each for each in replicas.places if each.copy.source != "peer"]):
+                return Replicas(replicas.record, places)
         return None
 
     def offered(self, operators: Iterable[str]) -> dict[str, list[tuple[Version, int]]]:
@@ -150,8 +149,8 @@ def stored_index(marker: RankMarker, older: Iterable[ReferencedEntry] | None = N
     return index
 
 
-_VERIFIED_NBYTES = 4 * 2**20
-"""Approximate bytes of neighbours that one thread verifies at once."""
+VERIFIED_NBYTES = 4 * 2**20
+"""Approximate bytes of records that one thread verifies at once."""
 
 
 def neighbours(
@@ -191,7 +190,7 @@ def _stretches(
     if not sizes.size:
         return
     moved, gaps = np.diff(starts - offsets) != 0, starts[1:] - (starts + sizes)[:-1]
-    full = np.diff((np.cumsum(sizes) - sizes) // _VERIFIED_NBYTES) > 0
+    full = np.diff((np.cumsum(sizes) - sizes) // VERIFIED_NBYTES) > 0
     cuts = np.flatnonzero(moved | (gaps < 0) | (gaps >= FILLER_NBYTES) | full) + 1
     for begin, end in pairwise([0, *cuts.tolist(), sizes.size]):
         start = int(starts[begin])
@@ -219,8 +218,7 @@ def newest_whole(
     """
     chosen, missing = {}, []
     for name, size in sizes.items():
-        whole = [source for source, numel in offered.get(name, {}).items() if numel == size]
-        if whole:
+        if whole := [source for source, numel in offered.get(name, {}).items() if numel == size]:
             chosen[name] = max(whole)
         else:
             missing.append(name)

@@ -183,8 +183,7 @@ class Inventory:
         wrote: Mapping[Version, int] = MappingProxyType({}),
     ) -> Inventory:
         """Return the inventory of all ranks' stocks in plain values, and the commits."""
-        known = dict(enumerate(map(Stock.from_plain, stocks)))
-        return cls(known, frozenset(committed), frozenset(sources), wrote)
+        return cls(dict(enumerate(map(Stock.from_plain, stocks))), frozenset(committed), frozenset(sources), wrote)
 
     @cached_property
     def offers(self) -> Offers:
@@ -198,8 +197,7 @@ class Inventory:
             for item in stock.items:
                 writers[item.version] = writers.get(item.version) or item.world_size
         known = Offers(writers, seen, frozenset())
-        lacking = replace(self, agreed=known).lacking(0, 1)
-        return known._replace(whole=frozenset(writers).difference(lacking))
+        return known._replace(whole=frozenset(writers).difference(replace(self, agreed=known).lacking(0, 1)))
 
     def lacking(self, first: int, step: int) -> list[Version]:
         """Return the versions in memory that lack some part in every stock, among parts `first`, `first + step` and so on."""
@@ -259,18 +257,13 @@ class Inventory:
         for reader, memory, item in self.parts.get((version, owner), ()):
             readers.setdefault((memory, item.file, item.whole), []).append(reader)
         own = self.stocks[rank].memory
-        host = [
-            Replica("host", own, file, (rank,), version, owner, whole)
-            for memory, file, whole in readers
-            if memory == own
-        ]
+        host = [Replica("host", own, file, (rank,), version, owner, whole) for of, file, whole in readers if of == own]
         peers = [
             Replica("peer", memory, file, tuple(_rotated(ranks, owner)), version, owner, whole)
             for (memory, file, whole), ranks in readers.items()
             if memory != own
         ]
-        storage = [stored(version, owner, rank)] if version in self.in_storage else []
-        return [*host, *_rotated(peers, owner), *storage]
+        return [*host, *_rotated(peers, owner), *([stored(version, owner, rank)] if version in self.in_storage else [])]
 
 
 class Reader:
@@ -295,9 +288,7 @@ class Reader:
         return Stock(memory, items, seen)
 
     def marker(self, item: Item) -> RankMarker:
-        """Return a copy's marker. Raises `Corrupt` if the marker is damaged, or belongs to another copy; `KeyMissing`
-        if the copy is not here.
-        """
+        """Return a copy's marker. Raises `Corrupt` if the marker is damaged or another copy's; `KeyMissing` if the copy is not here."""
         with self._lock:
             if item in self._markers:
                 return self._markers[item]

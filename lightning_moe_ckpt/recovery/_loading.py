@@ -400,8 +400,7 @@ def tokens_behind(attempt: RestoreAttempt, chosen: RestorePlan) -> TokensByGener
 
 def _alive(record: memoryview) -> Tensor:
     """Return the tokens per expert in the live weights of a journal's boundary, int64 `[E]`; empty if none were counted."""
-    journal = decode_journal(torch.frombuffer(bytearray(record), dtype=torch.uint8))
-    stored = journal["outcome"].get("accounting")
+    stored = decode_journal(torch.frombuffer(bytearray(record), dtype=torch.uint8))["outcome"].get("accounting")
     return torch.empty(0, dtype=torch.int64) if stored is None else TokenLedger.from_journal(stored).alive
 
 
@@ -424,9 +423,7 @@ def note_recovery(
         ledger, lost_E = _restore(TokenLedger.from_journal(stored), names, chosen, tokens)
         outcome["accounting"], outcome["lost"] = ledger.to_journal(), lost_E
         lost = dict(zip(names, lost_E.tolist(), strict=True))
-    outcome["bad"] = {
-        name: frozenset(each for each, stored in bad.items() if stored) for name, bad in chosen.bad.items()
-    }
+    outcome["bad"] = {name: frozenset(each for each, here in bad.items() if here) for name, bad in chosen.bad.items()}
     _log_experts(names, chosen, lost)
     _log_cost(generation, chosen, ledger, sum(lost.values()))
 

@@ -142,11 +142,8 @@ class Recut:
             record = PlanRecord.from_json(str(policy["plan"]))
         kept = _kept_constants(record, view, job.groups, self._exchange)
         view.operators = view.operators.without(kept, record.thawed if _is_sparse(record) else ())
-        brought = (
-            self._bring_chains(markers)
-            if is_differential(policy)
-            else self._bring_records(markers, view, record.constants)
-        )
+        chained = is_differential(policy)
+        brought = self._bring_chains(markers) if chained else self._bring_records(markers, view, record.constants)
         if brought is None:
             return None
         chosen, reached = brought.chosen, brought.reached
@@ -200,9 +197,7 @@ class Recut:
             # with reasons of its own: a marker that is nowhere is no reason yet
             own = MarkerSearch(Rounds(self._exchange), self._reader, copies, self._digests(owner)).run(None) or {}
             said = self._exchange.gather_values(own[which].to_bytes() if which in own else b"")
-            parsed = [
-                RankMarker.from_bytes(cast("bytes", each), f"marker of {version}") if each else None for each in said
-            ]
+            parsed = [RankMarker.from_bytes(cast("bytes", e), f"marker of {version}") if e else None for e in said]
             found += parsed[: self._num_writers - first]
         return found
 
@@ -283,8 +278,7 @@ class Recut:
                 continue
             brought = BroughtRecords(reached=self.version.generation.step, chosen=chosen)
             brought.share_out([*self._chosen(indexes, steps, chosen)], self._exchange.world_size)
-            lost = self._read(brought)
-            if not lost:
+            if not (lost := self._read(brought)):
                 return None if lost is None else brought
             for index in indexes:
                 for name in lost:
@@ -335,12 +329,9 @@ class Recut:
             return None
         assemblies: list[tuple[str, Assembly]] = []
         for (owner, at), records in groups.items():
-            layout = SegmentLayout.of_columns(
-                [NameColumns.of([each.record.name for each in records])],
-                KindColumns.of([(dtype_of(each.record.dtype), (each.record.numel,)) for each in records]),
-                metadata=SEGMENT_METADATA,
-                header_nbytes=0,
-            )
+            names = NameColumns.of([each.record.name for each in records])
+            kinds = KindColumns.of([(dtype_of(each.record.dtype), (each.record.numel,)) for each in records])
+            layout = SegmentLayout.of_columns([names], kinds, metadata=SEGMENT_METADATA, header_nbytes=0)
             buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
             brought.add(owner, at, buffer, layout)
             wanted: dict[str, list[Wanted]] = {}
@@ -363,10 +354,8 @@ class Recut:
         copy, last = stored(self.version, 0, self._exchange.rank), max(each.at for each in brought.records)
         places = [(record, Place(copy, file, record.offset)) for file in files for record in file.records]
         constants = BroughtRecords(buffers=brought.buffers, places=brought.places, supplied=brought.supplied)
-        constants.share_out(
-            [WrittenRecord(_OF_NONE, last, Replicas(record, [place])) for record, place in places],
-            self._exchange.world_size,
-        )
+        shared = [WrittenRecord(_OF_NONE, last, Replicas(record, [place])) for record, place in places]
+        constants.share_out(shared, self._exchange.world_size)
         if self._read(constants) is None:
             return False
         brought.records += constants.records
@@ -393,14 +382,9 @@ class Recut:
             self._noted.append("what it follows on is not all there")
             return None
         brought = BroughtRecords()
-        brought.share_out(
-            [
-                WrittenRecord(owner, 0, Replicas(record))
-                for owner, links in enumerate(chains)
-                for record in links[base][0].entry.records
-            ],
-            self._exchange.world_size,
-        )
+        found = [(owner, each) for owner, links in enumerate(chains) for each in links[base][0].entry.records]
+        records = [WrittenRecord(owner, 0, Replicas(each)) for owner, each in found]
+        brought.share_out(records, self._exchange.world_size)
         units: dict[int, set[str]] = {}
         for each in brought.read_by(rank):
             units.setdefault(each.owner, {JOURNAL}).add(each.unit[1])
@@ -455,13 +439,9 @@ class Recut:
         """Return the generation's layout as if this job's ranks had taken it; `None` if its window cannot be laid out."""
         view, groups = job.view, job.groups
         owners = buffer_owners(brought, self._exchange.world_size)
-        view.fit_buffers(
-            {
-                each.record.name: (dtype_of(each.record.dtype), each.record.global_shape)
-                for each in brought.records
-                if each.record.kind == BUFFER and owners[each.record.fqn, self._exchange.rank] == each.owner
-            }
-        )
+        buffers = [each for each in brought.records if each.record.kind == BUFFER]
+        own = [each.record for each in buffers if owners[each.record.fqn, self._exchange.rank] == each.owner]
+        view.fit_buffers({each.name: (dtype_of(each.dtype), each.global_shape) for each in own})
         if not _is_sparse(record):
             return dense_layout(view, groups, journal_nbytes)
         facts = {"popularity": [], "budget_nbytes": 0, "split_nbytes": record.split_nbytes, "incomplete": False}
@@ -508,9 +488,7 @@ class Recut:
 
     def _scalars(self, brought: BroughtRecords) -> ShardScalars:
         own = [each for each in brought.read_by(self._exchange.rank) if is_scalar(each.record)]
-        said = self._exchange.gather_values(
-            [[each.owner, each.at, each.record.name, brought.bytes_of(each)] for each in own]
-        )
+        said = self._exchange.gather_values([[e.owner, e.at, e.record.name, brought.bytes_of(e)] for e in own])
         rows = (row for part in cast("list[list[list[Any]]]", said) for row in part)
         return {(owner, at, name): value for owner, at, name, value in rows}
 

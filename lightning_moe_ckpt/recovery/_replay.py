@@ -31,6 +31,7 @@ from lightning_moe_ckpt.journal import Journal, decode_journal
 from lightning_moe_ckpt.native import Column, Copy, CopyEngine, copy_through
 from lightning_moe_ckpt.operators import RecordKind, Region, complete, follow, memory_of, with_memory
 from lightning_moe_ckpt.parallel import ParallelGroups
+from lightning_moe_ckpt.recovery._cut import UNITS
 from lightning_moe_ckpt.recovery._frozen import Frozen
 from lightning_moe_ckpt.snapshot import (
     JOURNAL,
@@ -135,8 +136,7 @@ class Replay:
     @property
     def dense(self) -> bool:
         """Whether every operator is active and the window is over; other pipeline stages may need more of the window."""
-        is_last = self._newest == len(self._layouts) - 1
-        return is_last and len(self._active) == len(self._view.operators.operators)
+        return (self._newest == len(self._layouts) - 1) and len(self._active) == len(self._view.operators.operators)
 
     def outcome(self, step: int) -> Journal:
         """Return the original run's outcome of the optimizer step that ends at boundary `step`."""
@@ -154,8 +154,7 @@ class Replay:
         A `known` cause of other losses is logged once, and no other cause is looked for. Where other ranks repeat
         a step, which sum in another order, there is no loss to compare with.
         """
-        expected = self.outcome(step)["losses"]
-        if expected is None:
+        if (expected := self.outcome(step)["losses"]) is None:
             return False
         same = same_bits(losses, expected)
         if not same and known:
@@ -201,8 +200,7 @@ class Replay:
         """Set the buffers to those of the newest loaded step."""
         layout, segment = self._newest_step()
         for name in self._view.buffer_names:
-            buffer = self._view.buffer(name)
-            if buffer is not None:
+            if (buffer := self._view.buffer(name)) is not None:
                 if any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)):
                     buffer.data = buffer.data.contiguous()  # elements of an expanded tensor share memory
                 buffer.copy_(layout.segment.view(segment, f"buffer/{name}"))
@@ -254,8 +252,7 @@ class Replay:
         under_way, parts = self.fetched.pop(self._newest, ([], self._parts(self._newest)))
         while under_way := [*under_way, *islice(parts, 2 - len(under_way))]:
             # This rank's own part, which is here, is loaded while another one comes.
-            first = next((i for i, part in enumerate(under_way) if part.is_own), 0)
-            self._load_part(under_way.pop(first), shared)
+            self._load_part(under_way.pop(next((i for i, part in enumerate(under_way) if part.is_own), 0)), shared)
         for fqn, values in (scalars or {}).items():
             for key, value in values.items():
                 live = self._view.schema.get_state(self._view.params[fqn], key)
@@ -346,8 +343,7 @@ class Replay:
             # Shared single values of the optimizer come from the journal.
             if key == PRESENT or (is_state and not (with_state.any() and (shape is None or fqn not in shared))):
                 continue
-            live = view.tensor(fqn, key)
-            if live is None:
+            if (live := view.tensor(fqn, key)) is None:
                 continue
             rows = np.flatnonzero(with_state) if is_state else np.arange(len(with_state))
             at, flat = offsets[shards.first[rows] + number], live.detach().view(-1)
@@ -442,8 +438,6 @@ def _shown(losses: list[Tensor]) -> str:
     return ", ".join(f"{loss.item():.9g}" for loss in losses)
 
 
-_UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer types by their bytes, to move elements bit by bit."""
 _LARGE_ROW_NBYTES = 2**15
 
 
@@ -473,8 +467,8 @@ def _copies(
         ):  # not rows of a matrix, or worth copies of their own
             yield from ((rows[i], into[j]) for i, j in zip(from_row.tolist(), to_row.tolist(), strict=True))
         else:
-            found = rows.view(_UNITS[dtype.itemsize]).index_select(0, torch.from_numpy(from_row)).view(dtype)
-            found = found.to(into.device, into.dtype).view(_UNITS[into.dtype.itemsize])
+            found = rows.view(UNITS[dtype.itemsize]).index_select(0, torch.from_numpy(from_row)).view(dtype)
+            found = found.to(into.device, into.dtype).view(UNITS[into.dtype.itemsize])
             into.view(found.dtype).index_copy_(0, torch.from_numpy(to_row).to(into.device), found)
 
 

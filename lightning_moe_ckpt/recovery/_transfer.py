@@ -25,6 +25,7 @@ from torch import Tensor
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.recovery._assembly import Assembly, Exhausted, Wanted
+from lightning_moe_ckpt.recovery._index import VERIFIED_NBYTES
 from lightning_moe_ckpt.recovery._inventory import UNREADABLE, Inventory, Item, Reader, Replica, Request, Stock, Version
 from lightning_moe_ckpt.storage import MAX_MARKER_NBYTES, RankMarker, digest_of
 from lightning_moe_ckpt.tiers import TierName, is_differential, is_partial
@@ -35,9 +36,6 @@ MESSAGE_NBYTES = 8 * 2**20
 
 _NUM_READERS = 4
 """Threads that read and verify."""
-
-_VERIFIED_NBYTES = 4 * 2**20
-"""Least bytes of records that a thread verifies at once."""
 
 _OTHER_MARKER = "its marker is not of the same generation as rank 0's"
 
@@ -231,8 +229,7 @@ class Transfer:
             broken = str(error)
         self._log_complaints(assemblies)
         remote = [self._fetch(i, request) for i, (_, request) in enumerate(wanted) if request.reader != self._rank]
-        fetches = self._rounds.begin(remote, busy=bool(wanted), lost=broken)
-        if fetches is None:
+        if (fetches := self._rounds.begin(remote, busy=bool(wanted), lost=broken)) is None:
             return False
         local = [(assembly, request) for assembly, request in wanted if request.reader == self._rank]
         reading = [pool.submit(assembly.read, request, self._reader.read) for assembly, request in local]
@@ -302,7 +299,7 @@ def _portions(assemblies: Sequence[Assembly]) -> Iterator[list[tuple[Assembly, W
         for record in assembly.unverified:
             portion.append((assembly, record))
             nbytes += record.nbytes
-            if nbytes >= _VERIFIED_NBYTES:
+            if nbytes >= VERIFIED_NBYTES:
                 yield portion
                 portion, nbytes = [], 0
     yield portion

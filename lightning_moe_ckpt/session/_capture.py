@@ -301,8 +301,7 @@ class CaptureSession:
             copies = self.memory.copies.of(layout, window.layout)
             record = None
             if self._gradients is not None:  # first: gradients go sooner than the changed parameters
-                wanted = self._tiers.want_gradients(window)
-                record = self._gradients.start(layout, slot.view if wanted else None)
+                record = self._gradients.start(layout, slot.view if self._tiers.want_gradients(window) else None)
             self.sealing.capture(window, slot, copies, step=step, outcome=outcome, record=record)
         except RingFull as error:
             self._spoil(str(error))
@@ -342,8 +341,7 @@ class CaptureSession:
             step: the boundary.
             disturbed: whether sources may have changed unseen since `capture`; then all are copied again.
         """
-        window = self.window
-        if window is None:
+        if (window := self.window) is None:
             return
         if self._chain is not None:
             self._begin_in_chain(window, self._chain, disturbed=disturbed)
@@ -403,8 +401,7 @@ class CaptureSession:
         """Return this rank's vote before a window."""
         memory, chain = self.memory, self._chain
         assert memory.layout is not None
-        new = following is not None
-        link = chain is not None and chain.follows(step, new_plan=new, lost=self._tiers.lost_chain)
+        link = chain is not None and chain.follows(step, new_plan=following is not None, lost=self._tiers.lost_chain)
         fits = following is None or memory.fits(following)
         room, named = memory.has_room(following if fits else None, link=link), memory.ring.is_named
         spoiled, nbytes = self._ended is not None and self._ended.spoiled, self.sealing.journal_nbytes

@@ -96,8 +96,7 @@ class DenseCapture:
             start: the journal's start half.
         """
         with self._job.stalls.measure("dense"):
-            captured = self._tried(self._captured, step, start)
-            if captured is not None:
+            if (captured := self._tried(self._captured, step, start)) is not None:
                 self._tried(self._submit, captured, start)
 
     def _tried(self, take: Callable[[Any, Journal], _T], of: Any, start: Journal) -> _T | None:

@@ -273,7 +273,6 @@ class Sealing:
 
     def _before_data(self) -> None:
         """Wait for copies: a change through `.data` during a copy leaves no trace."""
-        ticket = self._ticket
-        if ticket is not None and not ticket.done:
+        if (ticket := self._ticket) is not None and not ticket.done:
             with self._stalls.measure_both("fence"), suppress(CheckpointError):  # reported by the fence
                 self._engine.fence(ticket)

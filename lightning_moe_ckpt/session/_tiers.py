@@ -355,8 +355,7 @@ class Tiers:
         if lane.gathered and (lane.gathered[-1].ends_batch or not window.is_link):
             self._hand_over(lane)
         if not window.is_link:
-            passed_by = not lane.idle and len(lane.given) >= _BASES_IN_LINE
-            lane.chain = None if passed_by else []
+            lane.chain = None if (not lane.idle and len(lane.given) >= _BASES_IN_LINE) else []
         elif lane.chain is not None and len(lane.given) >= _LINKS_IN_LINE:
             lane.chain = None
             log.warning("%s does not keep up with differences, and gets none until the next base", lane.worker.name)

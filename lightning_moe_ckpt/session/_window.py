@@ -213,9 +213,7 @@ class TierLane:
             if vote.lost_base:
                 self.base = None
         complete = [generation for index, generation in enumerate(self.given) if common >> index & 1]
-        given_up = [
-            generation for index, generation in enumerate(self.given) if generation != filling and lacking >> index & 1
-        ]
+        given_up = [each for index, each in enumerate(self.given) if each != filling and lacking >> index & 1]
         self.given = [generation for generation in self.given[common.bit_length() :] if generation not in given_up]
         if self.chain is not None and not set(given_up).isdisjoint(self.chain):
             self.chain = None

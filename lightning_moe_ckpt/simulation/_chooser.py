@@ -162,9 +162,7 @@ def reasons(planned: Sequence[PlannedRun]) -> list[str]:
     best, *others = planned
     said, ours = list[str](), best.goodput.shares()
     for other in others:
-        more = {
-            name: 100 * (part - ours[name]) for name, part in other.goodput.shares().items() if name != "productive"
-        }
+        more = {name: 100 * (its - ours[name]) for name, its in other.goodput.shares().items() if name != "productive"}
         told = sorted((name for name in more if abs(more[name]) >= 0.005), key=lambda name: -abs(more[name]))[:3]
         why = ", ".join(f"{abs(more[name]):.2f} {'more' if more[name] > 0 else 'less'} {name}" for name in told)
         less = 100 * (best.goodput.share - other.goodput.share)
@@ -272,10 +270,8 @@ def _spares(profile: Profile, mtbf: float, scope: Scope) -> int:
 def _memory(profile: Profile, planned: PlannedRun) -> int:
     """Return the bytes of shared memory on a node, planned and laid out as in the run; the simulation's sum where numbers make no model."""
     model, cluster, system = profile.model, profile.cluster, planned.system
-    described = {
-        "config": None,
-        **{name: getattr(model, name) for name in ("layers", "experts", "params", "expert_params")},
-    }
+    sizes = {name: getattr(model, name) for name in ("layers", "experts", "params", "expert_params")}
+    described = {"config": None, **sizes}
     described |= {"nodes": cluster.nodes, "ranks_per_node": cluster.ranks_per_node, "replicas": system.replicas}
     described |= {"expert_parallel": cluster.expert_parallel, "stages": cluster.pipeline}
     kinds: dict[str, Policy] = {

@@ -36,8 +36,7 @@ def mean_cycle(profile: Profile, behaviour: Behaviour, mtbf: float, scope: Scope
     if scope == "node":  # machines that are away block a part of all time: this wait has that part
         waits = -mtbf * log_enough(profile.costs.repair / mtbf, profile.cluster.spares)
     phases = recovery(profile, behaviour, place, waits)
-    left = sum(seconds for _, seconds in phases) / mtbf
-    if left > _HOPELESS:
+    if (left := sum(seconds for _, seconds in phases) / mtbf) > _HOPELESS:
         return sum((Goodput(**{name: seconds}) for name, seconds in phases), Goodput())
     parts = dict.fromkeys(PARTS, 0.0)
     for name, seconds in phases:

@@ -76,8 +76,7 @@ def simulate(
         )
     if failures.trace is None:
         refuse_hopeless(profile, failures.mtbf)
-    mean = failures.mean_seconds(end)
-    run = _Run(profile, system, mean, goal=goal, end=end, seed=seed)
+    run = _Run(profile, system, failures.mean_seconds(end), goal=goal, end=end, seed=seed)
     return run.through(failures, seed, first_start)
 
 
@@ -145,8 +144,7 @@ class _Run:
         """Take steps until then or the goal: first lost steps again, then new steps."""
         b, step = self.behaviour, self.profile.step_seconds
         for part, each, most in (("lost", b.again, self.reached - self.done), ("productive", step, math.inf)):
-            steps = min((until - self.now) / (each + b.extra), most, self.goal - self.done)
-            if steps <= 0:
+            if (steps := min((until - self.now) / (each + b.extra), most, self.goal - self.done)) <= 0:
                 continue
             self.parts[part] += steps * each
             self.parts["hooks"] += steps * b.hooks
@@ -240,10 +238,8 @@ class _Run:
         self._throw_away(self.reached - self.done)
         wanted, tokens = self.profile.training.steps, self.profile.training.tokens or 1
         finish = self.now if self.done >= self.goal else wanted * self.now / self.done if wanted and self.done else None
-        parts, portion = (
-            {name: max(0.0, each) for name, each in self.parts.items()},
-            self.lost / (self.done or math.inf),
-        )
+        parts = {name: max(0.0, each) for name, each in self.parts.items()}
+        portion = self.lost / (self.done or math.inf)
         return Simulated(
             goodput=Goodput(**parts), steps=self.done, failures=self.failures, nbytes=self.nbytes,
             host_memory=self.memory, lost_tokens=self.lost * tokens, lost_portion=portion, finish_seconds=finish,

@@ -226,8 +226,7 @@ class Profile:
         sections = {"training": TrainingProfile, "model": ModelProfile, "cluster": ClusterProfile}
         sections |= {"speeds": SpeedProfile, "costs": CostProfile}
         document = _mapping("a profile", said, sections)
-        found = {name: _section(name, kind, document.get(name, {})) for name, kind in sections.items()}
-        return cls(**found)
+        return cls(**{name: _section(name, kind, document.get(name, {})) for name, kind in sections.items()})
 
     def write(self, path: str | Path) -> None:
         """Write the profile as YAML, see `text`."""
@@ -303,9 +302,7 @@ def _checked(name: str, value: object, rules: Mapping[str, Any], level: int = 0)
 
 
 def _wanted(rules: Mapping[str, Any]) -> str:
-    kinds, least = (
-        {"seconds": "a time in seconds, or such as 10min,", "size": "bytes, or a size such as 5GB,"},
-        rules["least"],
-    )
+    kinds = {"seconds": "a time in seconds, or such as 10min,", "size": "bytes, or a size such as 5GB,"}
+    least = rules["least"]
     kinds |= {"count": "a whole number", "factor": "a number", "speed": kinds["size"]}
     return f"{kinds[rules['unit']]} {'above 0' if least == _ABOVE_ZERO else f'of {least:g} or more'}, at most {rules['most']:g}"

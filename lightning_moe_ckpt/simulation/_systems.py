@@ -59,8 +59,7 @@ class System(ABC):
     def __post_init__(self) -> None:
         for each in fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
             value = getattr(self, each.name)
-            wanted = _wrong(each.name, value)
-            if wanted and not (value is None and each.default is None):
+            if (wanted := _wrong(each.name, value)) and not (value is None and each.default is None):
                 raise ConfigurationError(f"`{type(self).__name__}({each.name}={value!r})` must be {wanted}.")
 
     @abstractmethod
@@ -314,10 +313,8 @@ def _differential(
     nbytes, chain = delta * full, delta * full * every / 2
     tiers: dict[str, Any] = {"replicas": replicas, "storage_every": None if stored else 0, "restored": full + chain}
     # A place takes differences if it keeps up with them, storage in batches; else it has bases only.
-    tried = (
-        places_of(profile, [each], steps, **tiers)
-        for each, steps in ((full, every), (nbytes, 1), (nbytes * batch, batch))
-    )
+    kinds = ((full, every), (nbytes, 1), (nbytes * batch, batch))
+    tried = (places_of(profile, [each], steps, **tiers) for each, steps in kinds)
     places = []
     for base, single, batched in zip(*tried, strict=True):
         own, steps = (batched, batch) if base.name == STORED else (single, 1)

@@ -42,9 +42,7 @@ class Averages:
     def cut(self, params: Mapping[str, Tensor]) -> None:
         """Follow pieces of parameters where `params`, by name, are an optimizer's shards."""
         for tensors in self._tensors.values():
-            cut = {
-                fqn: shard.like(tensors[fqn]).stepped for fqn, p in params.items() if (shard := shard_of(p)) is not None
-            }
+            cut = {fqn: own.like(tensors[fqn]).stepped for fqn, p in params.items() if (own := shard_of(p)) is not None}
             tensors.update(cut)
 
     def all(self) -> list[dict[str, nn.Parameter]]:

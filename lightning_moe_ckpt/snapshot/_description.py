@@ -59,8 +59,7 @@ def describe_stages(
     """Return one description of all pipeline stages' modules; `None` except on rank 0. Collective."""
     if groups.num_stages == 1:
         return describe(module, schema, extra) if exchange.is_coordinator else None
-    own = describe(module, schema, extra)
-    said = exchange.gather_values(ModuleLine.of(own).line)[:: groups.stage_size]
+    said = exchange.gather_values(ModuleLine.of(describe(module, schema, extra)).line)[:: groups.stage_size]
     stages = [ModuleLine(bytes(cast("bytes", each))).read() for each in said]
     if not exchange.is_coordinator:
         return None

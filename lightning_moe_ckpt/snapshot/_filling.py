@@ -55,8 +55,7 @@ REMEMBERED_PLANS = 64
 
 def columns_of(layout: StepLayout) -> StepColumns:
     """Return a boundary's columns, made once while its layout is in use; from any thread."""
-    found = _known.get(layout)
-    if found is None:
+    if (found := _known.get(layout)) is None:
         found = _known[layout] = StepColumns([*layout.files, *layout.mirrors.values()])
     return found
 
@@ -218,8 +217,7 @@ class StepCopies:
 
     def place(self, view_U8: Tensor) -> tuple[Tensor, memoryview]:
         """Return the durable file's memory in a slot, and all files' memory."""
-        found = self._places.get(view_U8.data_ptr())
-        if found is None:
+        if (found := self._places.get(view_U8.data_ptr())) is None:
             memory = as_memoryview(view_U8)[: self.layout.files_nbytes]
             found = self._places[view_U8.data_ptr()] = self.layout.durable.bytes_in(view_U8), memory
         return found
@@ -272,8 +270,7 @@ class WindowCopies:
 
     def of(self, layout: StepLayout, window: WindowLayout) -> StepCopies:
         """Return the copies for this step of a plan."""
-        found = self._known.get(id(layout))
-        if found is None:
+        if (found := self._known.get(id(layout))) is None:
             in_use, others = set(map(id, window.steps)), [*self._known]
             for old in others[: -REMEMBERED_PLANS if window.record.plan.partial else None]:
                 if old not in in_use:
@@ -323,8 +320,7 @@ class SegmentWriter:
             changed = self._copies.current(self.view)
             now = versions(self._copies.watched)
         else:
-            now = versions(self._copies.watched)
-            if now == self._versions:
+            if (now := versions(self._copies.watched)) == self._versions:
                 return ticket
             changed = self._copies.some(list(map(ne, now, self._versions)), self.view)
         self._versions = now
@@ -444,15 +440,12 @@ class BoundaryCapture:
         `encode_journal`; the journal then stays as it was.
         """
         assert self._local is not None
-        journal = {**self._local.journal, "start": {**self._local.journal["start"], **more}}
-        local = replace(self._local, journal=journal)
+        local = replace(self._local, journal={**self._local.journal, "start": {**self._local.journal["start"], **more}})
         self._writer.write_local(local)
         self._local = local
 
     def sealed(self, generation: GenerationId) -> SealedSegment:
-        """Write the journal and return the segment, once its values have arrived; call after `take_rest`. Raises like
-        `encode_journal`.
-        """
+        """Write the journal and return the segment, once its values have arrived; call after `take_rest`. Raises like `encode_journal`."""
         assert self._local is not None
         self.journal_nbytes, self.journal_capacity = self._writer.write_local(self._local)
         return self._writer.sealed(generation, self.step, self.ticket, self._step_record)

@@ -182,11 +182,8 @@ class DifferentialRecorder(_StepRecorder):
         Source: TierCheck (2026), Sec. 3.2. Without error feedback, as there, a gradient's remainder is lost.
         """
         gradients = self._view.consumed
-        own = [
-            shard
-            for shard, forms in layout.durable.table.shards
-            if forms[0][0] == PACKED and shard.slice.fqn in gradients
-        ]
+        table = layout.durable.table
+        own = [shard for shard, forms in table.shards if forms[0][0] == PACKED and shard.slice.fqn in gradients]
         flat = [gradients[shard.slice.fqn].view(-1)[shard.slice.start : shard.slice.stop] for shard in own]
         if self._feeds_back:
             flat = [
@@ -267,8 +264,7 @@ class GradientRecorder(_StepRecorder):
             if piece.fqn not in known:  # sent whole: whether it was stepped nobody saw
                 continue
             if found is not None:
-                flat = _flat(memory_of(found.gradient))
-                if flat is None:
+                if (flat := _flat(memory_of(found.gradient))) is None:
                     continue
                 copies.append((flat[piece.start : piece.stop], area_U8[place.offset : end].view(self._dtype)))
             parts[place.shard.prefix] = PartGradient(place.offset, None if found is None else found.settings)
@@ -278,8 +274,7 @@ class GradientRecorder(_StepRecorder):
 
     def sealed(self) -> None:
         """Compare the weights with those after the step; call when the boundary's segment has taken them."""
-        now = self._now()
-        if now != self._versions and self._record is not None:
+        if (now := self._now()) != self._versions and self._record is not None:
             self._record.drop()
         self._versions = now
 
@@ -360,8 +355,7 @@ def repeatable(view: StateView, *, exact: bool) -> tuple[frozenset[str], dict[st
 
 def _why_not_repeatable(view: StateView, fqn: str, *, exact: bool) -> str:
     param, optimizer = view.params[fqn], view.schema.optimizer
-    group = view.schema.adam_group(param)
-    if group is None:
+    if (group := view.schema.adam_group(param)) is None:
         return f"the optimizer is {type(optimizer).__name__}" if view.schema.entries(param) else NOT_TRAINED
     narrow = f"they are {str(param.dtype).removeprefix('torch.')}, and not float32"
     (kernel, _, is_odd), is_wide = _rounding(group, param), param.dtype is torch.float32
@@ -389,8 +383,7 @@ def _why_not_repeatable(view: StateView, fqn: str, *, exact: bool) -> str:
 
 def kernel_of(group: Mapping[str, Any], param: Tensor) -> str:
     """Return the kernel of torch that has to repeat steps of a parameter, see `AdamStep`; empty for compiled code."""
-    foreach = group["foreach"]
-    if foreach is None and not group["fused"]:
+    if (foreach := group["foreach"]) is None and not group["fused"]:
         foreach = param.is_cuda  # as torch chooses
     form = "fused" if group["fused"] else "foreach" if foreach else "plain"
     plain = param.device.type == "cpu" and param.dtype is torch.float32 and form != "fused"
@@ -430,8 +423,7 @@ def why_no_deltas(view: StateView, *, every_n_steps: int, exact: bool) -> str | 
             f"generations are {every_n_steps} steps apart: the gradients of all of them are hardly less than the state"
         )
     schema: StateSchema = view.schema
-    kept = [fqn for fqn in view.params if view.keeps_gradient(fqn)]
-    if not kept:
+    if not (kept := [fqn for fqn in view.params if view.keeps_gradient(fqn)]):
         return f"{type(schema.optimizer).__name__} is not Adam or AdamW, or nothing is trained in float32"
     groups = [group for fqn in kept if (group := schema.adam_group(view.params[fqn])) is not None]
     on_cpu = all(view.params[fqn].device.type == "cpu" for fqn in kept)

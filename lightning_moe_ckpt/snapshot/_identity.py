@@ -171,9 +171,7 @@ def live_facts(operators: OperatorSet) -> Facts:
     """Return shape and type of the parameters on this rank."""
     dtypes = operators.dtypes
     slices = (param_slice for operator in operators for param_slice in operator.slices)
-    return {
-        param_slice.fqn: _fact(param_slice.global_shape, dtype_code(dtypes[param_slice.fqn])) for param_slice in slices
-    }
+    return {each.fqn: _fact(each.global_shape, dtype_code(dtypes[each.fqn])) for each in slices}
 
 
 def constant_facts(files: Sequence[SegmentEntry]) -> Facts:

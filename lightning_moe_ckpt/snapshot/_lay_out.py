@@ -59,9 +59,7 @@ Shards = dict[Region, list[Shard]]
 
 
 def lay_out(record: PlanRecord, view: StateView, groups: ParallelGroups, journal_nbytes: int) -> WindowLayout:
-    """Make a stored or fresh plan of all pipeline stages concrete on this rank. Raises `IdentityMismatch` if the plan is for other
-    operators.
-    """
+    """Make a stored or fresh plan of all stages concrete on this rank. Raises `IdentityMismatch` if the plan is for other operators."""
     record = record.of_stage(groups.stage)
     dtypes = {fqn: getattr(torch, name) for fqn, name in record.compute_dtypes.items() if fqn in view.params}
     view = view.assuming(averages_consumed=record.averages_consumed)
@@ -85,8 +83,7 @@ def packed_layout(layout: StepLayout, packed: Mapping[str, int]) -> StepLayout:
 
 def dense_layout(view: StateView, groups: ParallelGroups, journal_nbytes: int) -> WindowLayout:
     """Return the layout of one step with everything, whatever the policy: a run's first and last generation."""
-    record = own_dense_plan(view) if view.dense_plan is None else view.dense_plan
-    return lay_out(record, view, groups, journal_nbytes)
+    return lay_out(own_dense_plan(view) if view.dense_plan is None else view.dense_plan, view, groups, journal_nbytes)
 
 
 def own_dense_plan(view: StateView) -> PlanRecord:
@@ -295,8 +292,7 @@ def _shared_out(taken: Sequence[tuple[str, RecordKind, ParamSlice]], holders: Re
     shards: list[Shard] = []
     for (name, kind, piece), writer in zip(taken, writers_of(sizes, holders), strict=True):
         key = (id(piece), writer) if kind is RecordKind.COMPUTE else None
-        found = view.repeated.get(key)
-        if found is None:
+        if (found := view.repeated.get(key)) is None:
             shares = [(piece, writer)] if writer is not None else cut_among(piece, holders)
             found = [Shard(name, kind, each, rank) for each, rank in shares]
             if key is not None:

@@ -127,8 +127,7 @@ class StateView:
 
     def assuming(self, *, averages_consumed: bool) -> StateView:
         """Return a view of the same live state under a plan whose maker did, or did not, run forward on averages."""
-        averages = self.averages.assuming(consumed=averages_consumed)
-        return self._like(self.operators, self.compute_dtypes, averages)
+        return self._like(self.operators, self.compute_dtypes, self.averages.assuming(consumed=averages_consumed))
 
     def _like(self, operators: OperatorSet, compute_dtypes: Mapping[str, torch.dtype], averages: Averages) -> StateView:
         view = StateView(self.module, operators, self.schema, compute_dtypes, averages)
@@ -146,9 +145,7 @@ class StateView:
         found: dict[Region, list[OperatorSlice]] = {}
         for holders in dict.fromkeys([operator.holders for operator in operators]):
             region = tuple(groups.ranks(holders))
-            slices = [
-                (operator, each) for operator in operators if operator.holders == holders for each in operator.slices
-            ]
+            slices = [(op, each) for op in operators if op.holders == holders for each in op.slices]
             if not self.boxes:
                 found[region] = slices
                 continue
@@ -177,11 +174,9 @@ class StateView:
 
     def _here(self, whole: ParamSlice) -> ParamSlice | None:
         """Return a slice's part in this rank's memory; `None` if there is none."""
-        box = self.boxes.get(whole.fqn)
-        if box is None:
+        if (box := self.boxes.get(whole.fqn)) is None:
             return whole
-        known = self._parts.get(id(whole))
-        if known is None:
+        if (known := self._parts.get(id(whole))) is None:
             part, found = box.part(whole.start, whole.stop), None
             if part is not None:
                 start, stop, first = part
@@ -325,17 +320,14 @@ class FileLayout:
 
     def mirror(self, writer: int, ranks: Collection[int], *, start: int) -> FileLayout | None:
         """Return the layout of `writer`'s shards in regions with all these ranks, with equal gaps; `None` if there are none."""
-        shards = {
-            region: [shard for shard in self.shards[region] if shard.writer == writer] for region in self.common(ranks)
-        }
+        shards = {each: [shard for shard in self.shards[each] if shard.writer == writer] for each in self.common(ranks)}
         groups = replace(self.groups, rank=writer)
         return FileLayout(shards, self.view, groups, None, start=start) if any(shards.values()) else None
 
     def run(self, ranks: Collection[int] | None = None) -> tuple[int, int] | None:
         """Return first byte, and the byte after the last, of this rank's shards in regions with all these ranks, or in all."""
         regions = self.shards if ranks is None else self.common(ranks)
-        count = sum(len(self.written(region, self.groups.rank).row) for region in regions)
-        if count == 0:
+        if (count := sum(len(self.written(region, self.groups.rank).row) for region in regions)) == 0:
             return None
         return int(self.segment.offsets[0]), int(self.segment.offsets[count - 1] + self.segment.sizes[count - 1])
 
@@ -346,8 +338,7 @@ class FileLayout:
 
     def written(self, region: Region, writer: int) -> ShardTable:
         """Return the tensors that `writer` stores in `region`."""
-        found = self._written.get((region, writer))
-        if found is None:
+        if (found := self._written.get((region, writer))) is None:
             shards = [shard for shard in self.shards[region] if shard.writer == writer]
             found = self._written[region, writer] = self.view.table(shards, self._packed)
         return found
@@ -399,11 +390,8 @@ class FileLayout:
             e.key == key and e.by_row for e in self.view.schema.entries(param)
         ):
             return shape, size, (0, 1, 1)
-        return (
-            (piece.global_shape[0], *shape[1:]),
-            size,
-            (len(param), max(1, param.numel()), size // max(1, len(param))),
-        )
+        rows = (len(param), max(1, param.numel()), size // max(1, len(param)))
+        return (piece.global_shape[0], *shape[1:]), size, rows
 
     def _local_kinds(self, journal_nbytes: int) -> dict[str, TensorKind]:
         """Return the tensors that only this rank has: buffers, then the journal."""

@@ -136,9 +136,5 @@ class PlanRecord:
 
 def _facts(value: Mapping[str, Any]) -> dict[str, Any]:
     """Return one stage's facts. Raises like `PlanRecord.from_json`."""
-    return {
-        "popularity": [float(each) for each in value["popularity"]],
-        "budget_nbytes": int(value["budget_nbytes"]),
-        "split_nbytes": int(value["split_nbytes"]),
-        "incomplete": bool(value["incomplete"]),
-    }
+    found = {"popularity": [float(each) for each in value["popularity"]], "incomplete": bool(value["incomplete"])}
+    return {**found, **{name: int(value[name]) for name in ("budget_nbytes", "split_nbytes")}}

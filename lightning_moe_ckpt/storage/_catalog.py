@@ -153,13 +153,11 @@ def missing_objects(marker: RankMarker, contents: Contents) -> list[str]:
 
 def missing_parts(commit: Commit, contents: Contents) -> str | None:
     """Return a text on a committed generation's missing parts in the listing; `None` if all are there."""
-    absent = sorted(set(range(commit.world_size)) - contents.ranks)
-    if absent:
+    if absent := sorted(set(range(commit.world_size)) - contents.ranks):
         return f"markers of ranks {absent[:8]} are missing"
     # An abandoned window may have left segments of other steps beside a generation of its last step.
     steps = zip(map(parse_data_name, contents.names), contents.sizes.values(), strict=True)
-    nbytes = sum(size for step, size in steps if step in commit.steps)
-    if nbytes != commit.nbytes:
+    if (nbytes := sum(size for step, size in steps if step in commit.steps)) != commit.nbytes:
         return f"{nbytes} of {commit.nbytes} bytes of segments are there"
     return None
 
@@ -185,8 +183,7 @@ def nothing_at(url: str) -> str:
         return (
             f"{url} holds no run: {'it is a file' if folder.exists() else 'there is no such folder'}. Check the path."
         )
-    names = sorted(path.name for path in folder.iterdir())
-    if not names:
+    if not (names := sorted(path.name for path in folder.iterdir())):
         return f"{url} holds no run: the folder is empty. A run stores something there as soon as training begins."
     below = sorted(str(path.parent) for path in (*folder.glob(f"*/{LOG_PREFIX}"), *folder.glob(f"*/*/{LOG_PREFIX}")))
     if below:
@@ -221,8 +218,7 @@ def put_constants(backend: Backend, generation: GenerationId, files: Sequence[Se
 def constants_bytes(files: Sequence[SegmentEntry]) -> bytes:
     """Return the description of constants' files."""
     lines = MarkerLines()
-    document = encode(CONSTANTS, _form(lines).body(_Description(tuple(files))))
-    return b"".join([document, *lines.written])
+    return b"".join([encode(CONSTANTS, _form(lines).body(_Description(tuple(files)))), *lines.written])
 
 
 def constants_in(data: bytes, where: str) -> tuple[SegmentEntry, ...]:
@@ -236,8 +232,7 @@ def constants_in(data: bytes, where: str) -> tuple[SegmentEntry, ...]:
 
 def read_constants(backend: Backend, policy: Any) -> tuple[SegmentEntry, ...]:
     """Return a policy's files of constants with their records, if any. Raises `Corrupt`, `KeyMissing` of the description."""
-    key = policy.get(CONSTANTS)
-    if key is None:
+    if (key := policy.get(CONSTANTS)) is None:
         return ()
     place = parse_const_key(str(key))
     data = backend.get(key) if place is not None else b""
@@ -252,8 +247,7 @@ def sweep_constants(backend: Backend, catalog: Catalog, *, incarnation: int) -> 
     Those from `incarnation` on stay: they may be about to be named.
     """
     places = [(each, place) for each in backend.list(CONST_PREFIX) if (place := parse_const_key(each.key)) is not None]
-    old = [each for each, place in places if place[0] < incarnation]
-    if not old:
+    if not (old := [each for each, place in places if place[0] < incarnation]):
         return 0
     named: set[str] = set()
     try:

@@ -91,8 +91,7 @@ def read_history(run_log: Log, *, forgiving: bool) -> History | None:
 def read_run(run_log: Log, backend: Backend) -> History:
     """Read the log. Raises `NoUsableGeneration` if there is no run, `Corrupt` if no entry is readable."""
     expect_folder(backend)
-    history = run_log.read()
-    if history is None:
+    if (history := run_log.read()) is None:
         raise NoUsableGeneration(nothing_at(backend.url))
     return history
 
@@ -135,14 +134,11 @@ class Coordination:
     """Last listing."""
 
     def refresh(self) -> None:
-        """Read other processes' entries; after `open` they only mean that this process is fenced. Raises `Fenced` if another run
-        began.
-        """
+        """Read other processes' entries; after `open` they only mean that this process is fenced. Raises `Fenced` if another run began."""
         if self.incarnation is not None:
             self.catch_up()
             return
-        history = self.log.read()
-        if history is None or history.run_id != self.history.run_id:
+        if (history := self.log.read()) is None or history.run_id != self.history.run_id:
             raise Fenced(f"another run replaced run {self.history.run_id} while this one was starting. Start again.")
         self.history = history
 

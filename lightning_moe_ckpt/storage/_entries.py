@@ -401,8 +401,7 @@ def _contradiction(record: RecordEntry, file_nbytes: int) -> str | None:
         offset, size = map(list, record.box)
         return f"is of {size} elements from {offset} on in a tensor of shape {list(record.global_shape)}"
     numel = prod(record.global_shape if record.box is None else record.box[1])
-    itemsize = itemsize_of(record.dtype)
-    if itemsize is None:
+    if (itemsize := itemsize_of(record.dtype)) is None:
         return f"has the unknown type {record.dtype!r:.40}"
     if record.numel * itemsize != record.nbytes:
         return f"has {record.nbytes} bytes for {record.numel} elements of {record.dtype}"

@@ -95,8 +95,7 @@ class FsspecBackend:
         return bytes(self._call("get", key, self._fs.cat_file))
 
     def get_into(self, key: str, out: memoryview) -> None:
-        nbytes = self._call("get", key, self._size)
-        if nbytes != out.nbytes:
+        if (nbytes := self._call("get", key, self._size)) != out.nbytes:
             raise Corrupt(f"{self.url}/{key}: has {nbytes} bytes, {out.nbytes} were written. Another copy may be good.")
         self.get_range(key, 0, out)
 
@@ -154,8 +153,7 @@ class FsspecBackend:
         folder = f"{PROBE_PREFIX}{uuid.uuid4().hex}"
         self.put(f"{folder}/x", b"x")
         self._removes(folder)
-        spared = self._holds(f"{folder}/x")
-        if spared:
+        if spared := self._holds(f"{folder}/x"):
             self._call("delete", f"{folder}/x", self._fs.rm_file)
         self._fs.invalidate_cache()
         stays = self._call("probe", folder, self._fs.isdir)

@@ -133,9 +133,7 @@ def keys(make: Callable[..., T], fixed: Mapping[str, object] = MappingProxyType(
             raise Corrupt(f"{where}: unknown keys {sorted(unknown)}.")
         return make(**made)
 
-    return Form(
-        read, lambda value: {**fixed, **{name: form.body(getattr(value, name)) for name, form in forms.items()}}
-    )
+    return Form(read, lambda value: {**fixed, **{n: form.body(getattr(value, n)) for n, form in forms.items()}})
 
 
 _DOCUMENT: Form[dict[str, Any]] = keys(dict, body=OBJECT, format=TEXT, version=INTEGER)

@@ -155,11 +155,9 @@ class History:
         if resumed.step < self.watermark:
             return _began_below(after, resumed, nonce)
         # `resumed` may belong to an incarnation whose entry is lost; it began somewhere below `resumed`.
-        lost = (
-            [Cut(resumed.incarnation, _below(resumed.step), resumed.nonce)]
-            if resumed.incarnation > self.last_incarnation
-            else []
-        )
+        lost = []
+        if resumed.incarnation > self.last_incarnation:
+            lost = [Cut(resumed.incarnation, _below(resumed.step), resumed.nonce)]
         cuts = (*self.cuts, *lost, Cut(incarnation, resumed.step, nonce))
         return replace(after, cuts=_deciding(cuts, self.watermark))
 
@@ -285,8 +283,7 @@ class Log:
     def figures(self, run_id: str) -> Mapping[str, object]:
         """Return the newest figures of the run that an entry has, among the newest entries; none without."""
         for index in range(self._newest, max(-1, self._newest - _MOST_WITHOUT), -1):
-            entry = self._read_entry(index)
-            if entry is not None and entry.history.run_id != run_id:
+            if (entry := self._read_entry(index)) is not None and entry.history.run_id != run_id:
                 break
             if entry is not None and isinstance(figures := entry.event.get("figures"), dict) and figures:
                 return figures
@@ -319,8 +316,7 @@ class Log:
         self._expect_own()
         if newest <= self._newest:
             return None
-        entry = self._read_entry(newest)
-        if entry is None or _names(entry.history) != _names(own):
+        if (entry := self._read_entry(newest)) is None or _names(entry.history) != _names(own):
             raise Fenced(
                 f"{self._backend.url}: log entry {newest} was written by a later start of this job. "
                 "This process must stop; the newer one carries on."

@@ -176,8 +176,7 @@ class RankMarker:
     def parts(self) -> list[bytes | memoryview]:
         """Return the bytes of `to_bytes` in parts, without copying parts that generations share."""
         lines = MarkerLines()
-        document = encode("marker", _marker(lines).body(self))
-        parts = [document, *lines.written]
+        parts = [encode("marker", _marker(lines).body(self)), *lines.written]
         if (nbytes := sum(map(len, parts))) > MAX_MARKER_NBYTES:
             raise StorageRefused(
                 f"the marker of {self.generation} would have {nbytes} bytes; {MAX_MARKER_NBYTES} are read back. Plan shorter "
@@ -187,9 +186,7 @@ class RankMarker:
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str, start: int = 0) -> RankMarker:
-        """Read a marker stored from byte `start` on. All digests are checked now, records are parsed on first use.
-        Raises `Corrupt`.
-        """
+        """Read a marker stored from byte `start` on. All digests are checked now, records are parsed on first use. Raises `Corrupt`."""
         end = data.find(b"\n", start) + 1
         lines = MarkerLines(data, end)
         marker = decode(data[start:end], _marker(lines), kind="marker", where=where)
@@ -326,14 +323,11 @@ def _expect_older_files(marker: RankMarker, entries: Sequence[ReferencedEntry], 
     """Refuse entries that refer to another rank, from this generation or from a later one."""
     for entry in entries:
         key = segment_key(entry.generation, marker.rank, entry.segment.step)
-        older = (
-            entry.generation.step < marker.generation.step
-            and entry.generation.incarnation <= marker.generation.incarnation
-        )
+        of, by = entry.generation, marker.generation
+        older = of.step < by.step and of.incarnation <= by.incarnation
         if entry.segment.key != key or not older:
             raise Corrupt(f"{where}: references {entry.segment.key}, which is not an older file of rank {marker.rank}.")
-    names = [(entry.generation, entry.segment.step) for entry in entries]
-    if names != sorted(set(names)):
+    if (names := [(entry.generation, entry.segment.step) for entry in entries]) != sorted(set(names)):
         raise Corrupt(f"{where}: what it references is not listed file by file, oldest first.")
 
 
@@ -421,8 +415,7 @@ def _newest(previous: RankMarker) -> list[ReferencedEntry]:
             f"`carry_forward({previous.generation})`: it is a window of {len(previous.steps)} steps; only dense and "
             "partial generations can refer to. Store a dense one first."
         )
-    own = ReferencedEntry(generation=previous.generation, segment=previous.segments[0])
-    return [*previous.referenced, own]
+    return [*previous.referenced, ReferencedEntry(generation=previous.generation, segment=previous.segments[0])]
 
 
 def _only(entries: Iterable[ReferencedEntry], wanted: Callable[[str, GenerationId], bool]) -> Iterator[ReferencedEntry]:
@@ -430,8 +423,7 @@ def _only(entries: Iterable[ReferencedEntry], wanted: Callable[[str, GenerationI
     for entry in entries:
         names = {record.operator for record in entry.segment.records if record.kind == _FULL}
         chosen = {name for name in names if wanted(name, entry.generation)}
-        records = tuple(r for r in entry.segment.records if r.kind == _FULL and r.operator in chosen)
-        if records:
+        if records := tuple(r for r in entry.segment.records if r.kind == _FULL and r.operator in chosen):
             yield replace(entry, segment=replace(entry.segment, records=records))
 
 
@@ -439,8 +431,7 @@ def _by_file(entries: Iterable[ReferencedEntry]) -> tuple[ReferencedEntry, ...]:
     """Merge entries of the same file; oldest first."""
     files: dict[tuple[GenerationId, int], ReferencedEntry] = {}
     for entry in entries:
-        known = files.setdefault((entry.generation, entry.segment.step), entry)
-        if known is not entry:
+        if (known := files.setdefault((entry.generation, entry.segment.step), entry)) is not entry:
             records = sorted((*known.segment.records, *entry.segment.records), key=lambda record: record.offset)
             files[entry.generation, entry.segment.step] = replace(
                 known, segment=replace(known.segment, records=tuple(records))

@@ -140,8 +140,7 @@ def parse_log_key(key: str) -> int | None:
 
 def parse_snap_key(key: str) -> tuple[GenerationId, str] | None:
     """Return generation and last part of a key; `None` for a foreign key."""
-    match = _SNAP.fullmatch(key)
-    if match is None:
+    if (match := _SNAP.fullmatch(key)) is None:
         return None
     return GenerationId(step=int(match[1]), incarnation=int(match[2]), nonce=match[3]), match[4]
 

@@ -153,8 +153,7 @@ class ObjectBackend:
         return self._call(what, lambda: bytes(memoryview(found.bytes())))
 
     def get_into(self, key: str, out: memoryview) -> None:
-        what = f"get {key} at {self.url}"
-        nbytes = int(self._call(what, lambda: obstore.head(self._store, key))["size"])
+        nbytes = int(self._call(f"get {key} at {self.url}", lambda: obstore.head(self._store, key))["size"])
         if nbytes != out.nbytes:
             raise Corrupt(f"{self.url}/{key}: has {nbytes} bytes, {out.nbytes} were written. Another copy may be good.")
         if nbytes > self._part_nbytes:
@@ -380,9 +379,7 @@ class UnfinishedUploads:
         return num_aborted
 
     def list(self, prefix: str) -> list[Upload]:
-        """List incomplete uploads to keys that start with `prefix`, by this process or any other. Raises `StorageError` if a request
-        failed.
-        """
+        """List incomplete uploads to keys that start with `prefix`, of any process. Raises `StorageError` if a request failed."""
         found = list[Upload]()
         if self.why_useless is not None:
             return found
@@ -445,8 +442,7 @@ class UnfinishedUploads:
         except NoCredentialsError as error:
             raise _RefusedError("no credentials were found") from error
         except ClientError as error:
-            status = error.response["ResponseMetadata"]["HTTPStatusCode"]
-            if status in _REFUSALS:
+            if (status := error.response["ResponseMetadata"]["HTTPStatusCode"]) in _REFUSALS:
                 raise _RefusedError(f"it answers {status} {error.response['Error'].get('Code', '')}") from error
             if status != 404:  # another process was faster, or there never was such an upload
                 raise StorageError(f"{operation} in {self._bucket}: {error}.") from error

@@ -72,8 +72,7 @@ def checked_url(url: object) -> str:
         )
     if "::" in text:
         raise ConfigurationError(f"`{text}` chains file systems, whose caches hide failures. Name one store.")
-    half = _HALF_A_SCHEME.match(text)
-    if half and half[1].lower() in known_implementations:
+    if (half := _HALF_A_SCHEME.match(text)) and half[1].lower() in known_implementations:
         rest = text.partition(":")[2].lstrip("/")
         slashes = ":///" if half[1].lower() in {"file", "local"} else "://"
         raise ConfigurationError(f"`{text}` is neither a path nor a URL. Did you mean `{half[1]}{slashes}{rest}`?")
@@ -88,8 +87,7 @@ def checked_url(url: object) -> str:
 def _expect_known(url: str) -> None:
     """Raise `ConfigurationError` for a scheme that no file system has, with the most similar known scheme."""
     known = {*known_implementations, *registry, *SCHEMES}
-    scheme = scheme_of(url)
-    if scheme in known:
+    if (scheme := scheme_of(url)) in known:
         return
     near = difflib.get_close_matches(scheme, known, n=1, cutoff=0.5 if len(scheme) <= _SHORT else 0.7)
     meant = f"Did you mean `{near[0]}{url[len(scheme) :]}`?" if near else "Name a path, or a URL that fsspec knows."
@@ -294,8 +292,7 @@ def open_without_retries(
     """Open a backend like `open_backend`, without retries."""
     url = checked_url(url)
     _expect_known(url)
-    factory = _FACTORIES.get(scheme_of(url), _open_fsspec)
-    return factory(url, storage_options or {}, bandwidth)
+    return _FACTORIES.get(scheme_of(url), _open_fsspec)(url, storage_options or {}, bandwidth)
 
 
 def _open_posix(url: str, storage_options: StorageOptions, bandwidth: int | None) -> Backend:

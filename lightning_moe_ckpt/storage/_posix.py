@@ -361,8 +361,7 @@ def _read_into(file: int, out: memoryview, start: int = 0) -> int:
     """Fill `out` from byte `start` on; return the bytes read, fewer only at the file's end."""
     rest, filled = out.cast("B") if out.nbytes else memoryview(bytearray()), 0
     while rest.nbytes:
-        count = os.preadv(file, [rest[:_CHUNK_NBYTES]], start + filled)
-        if count == 0:
+        if (count := os.preadv(file, [rest[:_CHUNK_NBYTES]], start + filled)) == 0:
             break
         filled, rest = filled + count, rest[count:]
     return filled
@@ -381,8 +380,7 @@ def stripe(directory: Path) -> bool:
 
     Source: Lustre wiki (1 to 4 stripes of 4 MiB for files of up to 1 GiB from one client).
     """
-    command = shutil.which("lfs")
-    if command is None or file_system(directory) != "lustre":
+    if (command := shutil.which("lfs")) is None or file_system(directory) != "lustre":
         return False
     arguments = [command, "setstripe", "-c", str(STRIPES), "-S", STRIPE_SIZE, str(directory)]
     try:

@@ -30,9 +30,7 @@ _SECONDS_PER_DAY = 86_400
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retention:
-    """Rules for the committed generations to keep; one matching rule is enough. Raises `ConfigurationError` if a value
-    is out of range.
-    """
+    """Rules for the committed generations to keep; one matching rule is enough. Raises `ConfigurationError` if a value is out of range."""
 
     last: int = 2
     """Newest generations to keep. With two, one is left if the newest is damaged."""
@@ -60,9 +58,7 @@ class Retention:
             raise ConfigurationError(f"`Retention(days={days!r})` must be above zero, or None.")
 
     def reasons(self, restorable: Sequence[Commit], doubtful: Sequence[GenerationId]) -> dict[GenerationId, str]:
-        """Return the generations that stay, each with the reason, from restorable ones, newest first, and ones that cannot be read
-        now.
-        """
+        """Return the generations that stay, each with the reason, from restorable ones, newest first, and ones that cannot be read now."""
         reasons: dict[GenerationId, str] = {}
         if self.every_n_steps is not None:
             generations = [commit.generation for commit in restorable]
@@ -121,11 +117,8 @@ def doomed_generations(
     own = (incarnation, history.nonce)
     ours = [g for g, contents in catalog.items() if (g.incarnation, g.nonce) == own and contents.committed]
     newest_own = max(ours, default=GenerationId(step=-1, incarnation=incarnation))
-    reasons = {
-        g: _why_garbage(g, catalog[g], history, newest_own, run_of)
-        for g in sorted(catalog)
-        if g.incarnation <= incarnation
-    }
+    known = [each for each in sorted(catalog) if each.incarnation <= incarnation]
+    reasons = {each: _why_garbage(each, catalog[each], history, newest_own, run_of) for each in known}
     return {generation: reason for generation, reason in reasons.items() if reason is not None}
 
 
@@ -225,10 +218,7 @@ class Survey:
     @classmethod
     def take(cls, backend: Backend, history: History, catalog: Catalog) -> Survey:
         """Read the manifest of every generation that the log allows."""
-        read = {
-            generation: _read_restorable(backend, history, catalog[generation])
-            for generation in sorted(catalog, reverse=True)
-        }
+        read = {each: _read_restorable(backend, history, catalog[each]) for each in sorted(catalog, reverse=True)}
         defects = {each: None if isinstance(found, Commit) else found.reason for each, found in read.items()}
         judged = [_complete(found, history, defects) for found in read.values()]
         usable = [found for found in judged if isinstance(found, Commit)]
@@ -250,17 +240,13 @@ class Survey:
     @property
     def offered(self) -> list[Commit]:
         """Generations that a restore may try, newest first."""
-        partly = [
-            skipped.commit for skipped in self.passed_over if skipped.commit is not None and skipped.may_be_restored
-        ]
+        partly = [each.commit for each in self.passed_over if each.commit is not None and each.may_be_restored]
         return sorted([*self.usable, *partly], key=lambda commit: commit.generation, reverse=True)
 
     @property
     def sources(self) -> list[Commit]:
         """Generations that a restore does not try, but may take operators from; newest first."""
-        return [
-            skipped.commit for skipped in self.passed_over if skipped.commit is not None and not skipped.may_be_restored
-        ]
+        return [each.commit for each in self.passed_over if each.commit is not None and not each.may_be_restored]
 
     def give_up(self, history: History, retention: Retention, audited: int | None = None) -> History | None:
         """Return the history after `retention` gave up unneeded generations; `None` if nothing changes."""
@@ -295,9 +281,7 @@ class Survey:
         newest = max((generation for generation in silent if generation in stay), default=None)
         if newest is None or not any(commit.needs for commit in manifests.values()):
             return {}
-        return {
-            manifest: f"may be needed by {newest}, which cannot be read" for manifest in manifests if manifest < newest
-        }
+        return {each: f"may be needed by {newest}, which cannot be read" for each in manifests if each < newest}
 
     def _stays(self, commit: Commit) -> bool:
         """Return whether the generation is there for its own sake, not only for others."""

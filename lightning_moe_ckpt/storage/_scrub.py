@@ -35,8 +35,7 @@ def read_chunks(backend: Backend, key: str, nbytes: int, *, first: int = 0) -> I
         backend.get_range(key, first + start, view)
         return view
 
-    turns = -(-nbytes // CHUNK_NBYTES)
-    if turns <= 1:
+    if (turns := -(-nbytes // CHUNK_NBYTES)) <= 1:
         yield from map(read, range(turns))
         return
     with ThreadPoolExecutor(1, thread_name_prefix="moe-ckpt-read") as ahead:

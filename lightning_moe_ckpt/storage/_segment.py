@@ -225,9 +225,7 @@ class SegmentLayout:
 
     @classmethod
     def parse(cls, data: memoryview) -> SegmentLayout:
-        """Read the layout of a whole segment file. Raises `Corrupt` if the header is not the one this layout writes, or the file has
-        another size.
-        """
+        """Read the layout of a whole segment file. Raises `Corrupt` if this layout writes another header, or the file has another size."""
         layout = cls.of_header(cls.header_in(data))
         if layout.nbytes != data.nbytes:
             raise Corrupt(f"segment: {data.nbytes} bytes, its header says {layout.nbytes}. Another copy may be good.")

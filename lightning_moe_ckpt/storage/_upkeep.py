@@ -123,11 +123,8 @@ def collect_garbage(
     kept = {} if retention is None else survey.reasons(retention, audited)
     kept |= {generation: f"damaged: {reason}" for generation, reason in survey.damaged.items()}
     needed = spare_for(survey.usable) | needed_by(survey.usable)
-    staying = {
-        g: kept.get(g) or _why_it_stays(catalog[g], history, needed.get(g), run_of)
-        for g in sorted(catalog)
-        if g not in doomed
-    }
+    rest = [each for each in sorted(catalog) if each not in doomed]
+    staying = {g: kept.get(g) or _why_it_stays(catalog[g], history, needed.get(g), run_of) for g in rest}
     return Garbage(
         url=backend.url,
         run_id=history.run_id,
@@ -173,8 +170,7 @@ def _why_it_stays(
 def _unfinished(backend: Backend) -> dict[GenerationId, list[Entry]]:
     found: dict[GenerationId, list[Entry]] = {}
     for entry in backend.unfinished_writes(SNAP_PREFIX):
-        place = parse_snap_key(entry.key)
-        if place is not None:
+        if (place := parse_snap_key(entry.key)) is not None:
             found.setdefault(place[0], []).append(entry)
     return found
 
@@ -221,9 +217,7 @@ def repair_log(backend: Backend, *, dry_run: bool) -> RepairedLog:
             f"{backend.url} has a log that can be read. There is nothing to repair; see `moe-ckpt ls`."
         )
     catalog = read_catalog(backend)
-    commits, mended, left_out = _manifests(
-        backend, [generation for generation in catalog.values() if generation.committed]
-    )
+    commits, mended, left_out = _manifests(backend, [each for each in catalog.values() if each.committed])
     if all(each.lineage is None for each in commits):
         raise NoUsableGeneration(
             f"{backend.url} holds no committed generation that can be read." if catalog else nothing_at(backend.url)

@@ -209,8 +209,7 @@ class BufferSync:
 
     def apply(self, agreed: Mapping[str, int]) -> None:
         """Take the first rank's value of every buffer changed on any rank of the stage. Collective."""
-        changed = [self._buffer(name) for name in self._owners if agreed[_PREFIX + name]]
-        if changed:
+        if changed := [self._buffer(name) for name in self._owners if agreed[_PREFIX + name]]:
             broadcast_tensors(changed, self._groups.groups["stage"], self._groups.ranks("stage")[0])
         self._seen = self._versions()
 

@@ -182,8 +182,7 @@ class MoEStrategy(PipelinedStrategy):
 
     @override
     def setup_distributed(self) -> None:
-        supervised = Supervised.from_environment()
-        if supervised is not None and not dist.is_initialized():
+        if (supervised := Supervised.from_environment()) is not None and not dist.is_initialized():
             if supervised.replacement:
                 self._require_fit(supervised)
                 supervised.fits += 1
@@ -307,8 +306,7 @@ class MoEStrategy(PipelinedStrategy):
 
     def _closed_listeners(self) -> AbstractContextManager[None]:
         """Return a context for making the default group: only ranks can connect, and the store stays reachable."""
-        environment = self.cluster_environment
-        if environment is None or self._backend != "gloo":
+        if (environment := self.cluster_environment) is None or self._backend != "gloo":
             return nullcontext()  # NCCL connects when it likes
         return closed_listeners(open_ports={environment.main_port})
 
@@ -466,8 +464,7 @@ class MoEStrategy(PipelinedStrategy):
         torch.nn.utils.clip_grads_with_norm_(present, clip_val, self.last_grad_norm)
 
     def _combine_found_inf(self, found_inf: Tensor) -> None:
-        world = self.groups.group("world")
-        if world is not None:
+        if (world := self.groups.group("world")) is not None:
             found_inf.copy_(self.upstream.answer("found_inf", lambda: _largest(found_inf.clone(), world)))
 
     def _remove_taps(self) -> None:
@@ -489,8 +486,7 @@ class MoEStrategy(PipelinedStrategy):
         if self.pipeline_parallel > 1:
             own = self._module.state_dict().keys()
             state = {name: value for name, value in state.items() if name in own}
-        missing = zero_filled(self._module, state)
-        if missing:
+        if missing := zero_filled(self._module, state):
             raise ConfigurationError(
                 f"The checkpoint lacks {len(missing)} parameters of Tutel's experts, such as `{missing[0]}`, which "
                 "Tutel would load as zeros without an error. "
@@ -524,9 +520,7 @@ class MoEStrategy(PipelinedStrategy):
 
     @property
     def _sharded_ids(self) -> set[int]:
-        return {
-            id(p) for _, layer in expert_parallel_modules(self._module) for _, p in layer.expert_parallel_parameters()
-        }
+        return {id(p) for _, own in expert_parallel_modules(self._module) for _, p in own.expert_parallel_parameters()}
 
     @classmethod
     @override

@@ -101,8 +101,7 @@ def needs_whole_gradients(module: LightningModule) -> bool:
     """Return whether the user's code may read or keep gradients, which is logged once. Raises `ConfigurationError` if
     they would be unscaled in part.
     """
-    reader = _reader(module)
-    if not reader:
+    if not (reader := _reader(module)):
         return False
     if getattr(module.trainer.precision_plugin, "scaler", None) is not None:
         raise ConfigurationError(
@@ -114,8 +113,7 @@ def needs_whole_gradients(module: LightningModule) -> bool:
 
 
 def _reader(module: LightningModule) -> str:
-    own = [hook for hook in _READERS if is_overridden(hook, module)]
-    if own:
+    if own := [hook for hook in _READERS if is_overridden(hook, module)]:
         return f"`{type(module).__qualname__}.{own[0]}`"
     if not module.automatic_optimization:
         return "manual optimization"
@@ -143,18 +141,13 @@ def _refuse(optimizer: Optimizer) -> None:
 
 
 def gather_shards(state: dict[str, Any], optimizer: Optimizer, groups: ParallelGroups) -> dict[str, Any]:
-    """Return a state dict for whole parameters, from the optimizer's own with pieces, on the first rank that shares
-    them. Collective.
-    """
-    shards = _shards(optimizer)
-    if not shards:
+    """Return a state dict for whole parameters, from the optimizer's own with pieces, on the first rank that shares them. Collective."""
+    if not (shards := _shards(optimizer)):
         return state  # of any form
     whole = dict(state["state"])
     for idx, shard in shards:
         entries = whole.get(idx, {})
-        whole[idx] = {
-            key: _gathered(value, shard, groups) if _is_piece(value, shard) else value for key, value in entries.items()
-        }
+        whole[idx] = {key: _gathered(v, shard, groups) if _is_piece(v, shard) else v for key, v in entries.items()}
         if not entries:
             del whole[idx]
     return {**state, "state": whole}
@@ -162,8 +155,7 @@ def gather_shards(state: dict[str, Any], optimizer: Optimizer, groups: ParallelG
 
 def cut_shards(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     """Return this rank's pieces from a state dict for whole parameters."""
-    shards = _shards(optimizer)
-    if not shards:
+    if not (shards := _shards(optimizer)):
         return state
     pieces = dict(state["state"])
     for idx, shard in shards:

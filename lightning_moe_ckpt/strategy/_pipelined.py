@@ -143,8 +143,7 @@ class PipelinedStrategy(DDPStrategy):
 
     @property
     def _module(self) -> LightningModule:
-        module = self.lightning_module
-        if module is None:
+        if (module := self.lightning_module) is None:
             raise RuntimeError("The strategy has no model yet. It is connected by `Trainer.fit` and its siblings.")
         return module
 
@@ -167,11 +166,9 @@ class PipelinedStrategy(DDPStrategy):
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Take the user's step; with pipeline stages run forward of all micro-batches."""
-        return (
-            super().validation_step(*args, **kwargs)
-            if self.pipeline_parallel == 1
-            else self._stages().evaluate(args[0])
-        )
+        if self.pipeline_parallel == 1:
+            return super().validation_step(*args, **kwargs)
+        return self._stages().evaluate(args[0])
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

@@ -159,9 +159,7 @@ class Pipeline:
         return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), target
 
     def _runner(self, inputs: Sequence[Tensor], *, training: bool) -> _Runner:
-        """Return the schedule for such batches, whose shapes the first decides. Raises `ConfigurationError` if they change in
-        training.
-        """
+        """Return the schedule for such batches, whose shapes the first decides. Raises `ConfigurationError` if they change in training."""
         said, known = _border(inputs), self._runners.get(training)
         if known is not None and known[0] == said:
             return known[1]
@@ -344,8 +342,7 @@ class _WithAuxiliary(torch.autograd.Function):
 
 def _tensors(output: Any) -> tuple[Tensor, ...]:
     found = tuple(output) if isinstance(output, (tuple, list)) else (output,)
-    wrong = [type(each).__name__ for each in found if not isinstance(each, Tensor)]
-    if wrong:
+    if wrong := [type(each).__name__ for each in found if not isinstance(each, Tensor)]:
         raise ConfigurationError(f"A stage returned {wrong[0]}. Return a tensor, or several, to the next stage.")
     return found
 

@@ -107,8 +107,7 @@ def stand_out(module: LightningModule) -> None:
 
 def build_stage(module: LightningModule, groups: ParallelGroups) -> None:
     """Make this rank's stage part of the module, once: averaging callbacks may ask before Lightning. Raises `ConfigurationError`."""
-    known = _built.get(module)
-    if known is not None and known[:2] == (groups.stage, groups.num_stages):
+    if (known := _built.get(module)) is not None and known[:2] == (groups.stage, groups.num_stages):
         return
     made = staged(module).configure_stage(groups.stage, groups.num_stages)
     if not isinstance(made, nn.Module):
@@ -147,8 +146,7 @@ def check_module(module: LightningModule, groups: ParallelGroups) -> None:
             "or a module that keeps the contract `ExpertParallelModule`, in `LightningModule.configure_model`, or use "
             "`expert_parallel=1`."
         )
-    reason = refuse_tutel(module, _port.ignored_names(module))
-    if reason is not None:
+    if (reason := refuse_tutel(module, _port.ignored_names(module))) is not None:
         raise ConfigurationError(reason)
     if groups.ep_size > 1 and not module.automatic_optimization:
         raise ConfigurationError(
@@ -176,8 +174,7 @@ def refuse_tied(module: LightningModule, exchange: Exchange) -> None:
     """Raise `ConfigurationError`, on every rank, if stages share parameters. Collective over the pipeline."""
     own = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     stages = cast("list[list[str]]", exchange.gather_values(own))
-    empty = [stage for stage, names in enumerate(stages) if not names]
-    if empty:
+    if empty := [stage for stage, names in enumerate(stages) if not names]:
         raise ConfigurationError(f"Stage {empty[0]} has no parameters. Give every stage some, or use fewer stages.")
     tied = [name for name, count in Counter(name for names in stages for name in names).items() if count > 1]
     if tied:
@@ -217,11 +214,7 @@ class StageMetrics:
 
     def share(self, module: LightningModule, stage: nn.Module) -> None:
         """Take over the module's present metrics. Undoing an attempt, or a fit, undoes this too."""
-        new = [
-            metric
-            for _, metric in module_metrics(module)
-            if metric.dist_sync_fn is not gather_in_stage and _own(metric) is None
-        ]
+        new = [m for _, m in module_metrics(module) if m.dist_sync_fn is not gather_in_stage and _own(m) is None]
         parts = set(map(id, stage.modules())) if new else set()
         for metric in new:
             if metric.process_group is None and metric.dist_sync_fn is None:
@@ -255,7 +248,9 @@ class StageMetrics:
             return compute()
         groups, upstream = current_groups(), self._upstream
         exchange = Exchange(groups, "pipeline_control")
-        is_updated = not Exchange(groups, "stage_control").all_agree(not _is_updated(metric))
+        is_updated = not Exchange(groups, "stage_control").all_agree(
+            not any(module.update_called for module in metric.modules() if isinstance(module, Metric))
+        )
         flags: list[list[int]] = upstream.answer("metric", lambda: exchange.gather([int(is_updated)]))
         updated = [stage for stage, [flag] in enumerate(flags) if flag]
         owner = max(updated, default=groups.num_stages - 1)
@@ -298,8 +293,7 @@ class StageMetrics:
         """Return this rank's metric of a name, and set its result of `forward` to `of_batch`. Raises
         `ConfigurationError` if this stage does not have the metric.
         """
-        metric = dict(module_metrics(module)).get(name)
-        if metric is None:
+        if (metric := dict(module_metrics(module)).get(name)) is None:
             raise ConfigurationError(
                 f"`self.log({logged!r})` was given the metric `{name}`, which another stage does not have. Make it in "
                 f"`{type(module).__name__}.__init__`, so that all stages have it."
@@ -307,11 +301,6 @@ class StageMetrics:
         if of_batch is not None:
             metric._forward_cache = of_batch.to(metric.device)  # type: ignore[assignment]  # noqa: SLF001
         return metric
-
-
-def _is_updated(metric: Metric) -> bool:
-    """Return whether a metric, or a metric inside it, has counted an update; some composed metrics count none."""
-    return any(module.update_called for module in metric.modules() if isinstance(module, Metric))
 
 
 def _own(metric: Metric) -> Callable[..., Any] | None:
@@ -357,8 +346,7 @@ class StageLogs:
     def exchanged(self) -> Tensor:
         """Log the values of all stages, and return the batch's loss, on the CPU. Collective over the pipeline."""
         logged = [[name, _mean(values), options] for name, (values, options) in self._logged.items()]
-        own = [_mean(each) for each in (self.losses, self.auxiliary)]
-        row = [*own, logged]
+        row = [*[_mean(each) for each in (self.losses, self.auxiliary)], logged]
         rows: list[Any] = self._upstream.answer("logged", lambda: self._exchange.gather_values(row))
         self._upstream.require_same("what a stage computed and logged", row, rows[self._exchange.rank])
         self.begin()
@@ -392,8 +380,7 @@ class StageLogs:
                 f"`self.log({name!r})` was given {type(value).__name__} in a pipeline stage, which cannot be averaged over "
                 "micro-batches. Log a number, a tensor or a metric."
             )
-        odd = [key for key, option in options.items() if not isinstance(option, _PLAIN)]
-        if odd:
+        if odd := [key for key, option in options.items() if not isinstance(option, _PLAIN)]:
             raise ConfigurationError(
                 f"`self.log({name!r}, {odd[0]}=...)`: only options that are numbers, words or flags reach other stages."
             )

@@ -168,16 +168,13 @@ class AdapterContract:
 
     def test_a_capacity_view_changes_the_live_capacity(self, model: nn.Module, operators: OperatorSet) -> None:
         """A small capacity changes the layer's output; the old capacity gives the old output."""
-        layers = [layer for layer in operators.layers if layer.live_capacity is not None]
-        layers = [layer for layer in layers if layer.live_capacity is not None and layer.live_capacity.limited(model)]
-        if not layers:
+        views = [(layer, view) for layer in operators.layers if (view := layer.live_capacity) and view.limited(model)]
+        if not views:
             pytest.skip("no layer has a live capacity")
-        calls = BlockCalls(model, layers)
+        calls = BlockCalls(model, [layer for layer, _ in views])
         self._backward(model)
         calls.remove()
-        for layer in layers:
-            view = layer.live_capacity
-            assert view is not None
+        for layer, view in views:
             before, output = view.get(model), calls.output(layer)
             view.set(model, view.scaled(before, [1e-3] * layer.num_experts))
             assert not torch.equal(calls.output(layer), output), f"`{layer.fqn}` takes no notice of its capacity"
@@ -232,9 +229,7 @@ class AdapterContract:
         counts = counter.read_and_reset().tolist()
         counter.remove()
         starts = operators.count_offsets
-        return {
-            layer.fqn: counts[starts[layer.fqn] : starts[layer.fqn] + layer.num_experts] for layer in operators.layers
-        }
+        return {each.fqn: counts[starts[each.fqn] : starts[each.fqn] + each.num_experts] for each in operators.layers}
 
     def _backward(self, model: nn.Module) -> None:
         for seed in _SEEDS:
@@ -261,10 +256,7 @@ class AdapterContract:
 
 
 def _slices(piece: ParamSlice, *gradients: Mapping[str, Tensor | None]) -> list[Tensor | None]:
-    return [
-        None if (found := gradient[piece.fqn]) is None else found.flatten()[piece.start : piece.stop]
-        for gradient in gradients
-    ]
+    return [None if (g := each[piece.fqn]) is None else g.flatten()[piece.start : piece.stop] for each in gradients]
 
 
 _TRIES = 3
@@ -322,8 +314,7 @@ class BlockCalls:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.set_rng_state(rng_state)
             out = self._model.get_submodule(layer.fqn)(*_cloned(args), **_cloned(kwargs))
-        rows = out[0] if isinstance(out, tuple | list) else out
-        return cast("Tensor", rows).flatten(0, -2)
+        return cast("Tensor", out[0] if isinstance(out, tuple | list) else out).flatten(0, -2)
 
 
 class OperatorCopies:
@@ -333,15 +324,9 @@ class OperatorCopies:
         self._model, self._layers = model, operators.layers
         self._view = StateView(model, operators, schema, {})
         groups = ParallelGroups()
-        self._fields: dict[str, list[Field]] = {
-            op.name: [
-                field
-                for shards in shards_of({op.name: RecordKind.FULL}, self._view, groups).values()
-                for field in self._view.table(shards).fields
-                if field.key != "present"
-            ]
-            for op in operators
-        }
+        tables = {op.name: shards_of({op.name: RecordKind.FULL}, self._view, groups).values() for op in operators}
+        fields = {n: [each for own in rows for each in self._view.table(own).fields] for n, rows in tables.items()}
+        self._fields = {name: [each for each in own if each.key != "present"] for name, own in fields.items()}
         self._taken = {name: [self._copy(field) for field in fields] for name, fields in self._fields.items()}
         self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         self._extra = {layer.fqn: _cloned(layer.extra.get(model)) for layer in self._layers if layer.extra is not None}
@@ -369,9 +354,7 @@ class OperatorCopies:
                 layer.extra.set(self._model, self._extra[layer.fqn])
 
     def equal(self, name: str, *, own: bool = False) -> bool:
-        """Return whether one operator is bitwise equal to its copy; `own` leaves out the step count, which experts in one tensor
-        share.
-        """
+        """Return whether one operator is bitwise equal to its copy; `own` leaves out the step count, which experts in one tensor share."""
         pairs = zip(self._fields[name], self._taken[name], strict=True)
         return all(equal(self._view.live(field), value) for field, value in pairs if field.shape is None or not own)
 
@@ -414,13 +397,9 @@ def _cloned(values: Any) -> Any:
         return values.detach().clone()
     if isinstance(values, Mapping):
         return {name: _cloned(value) for name, value in values.items()}
-    if type(values) in {tuple, list}:
-        return type(values)(_cloned(value) for value in values)
-    return values
+    return type(values)(map(_cloned, values)) if type(values) in {tuple, list} else values
 
 
 def equal(a: Tensor | None, b: Tensor | None) -> bool:
     """Return whether two tensors have the same bits, or both are missing."""
-    if a is None or b is None:
-        return a is b
-    return torch.equal(a, b)
+    return a is b if a is None or b is None else torch.equal(a, b)

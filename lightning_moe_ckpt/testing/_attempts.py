@@ -136,8 +136,7 @@ class AttemptResult:
 
     def records(self, rank: int = 0, kind: str | None = None) -> list[Record]:
         """Return a rank's lines in the order of writing; only lines of `kind`, if given."""
-        lines = read_lines(self._path(rank, "jsonl"))
-        return [line for line in lines if kind is None or line["kind"] == kind]
+        return [line for line in read_lines(self._path(rank, "jsonl")) if kind is None or line["kind"] == kind]
 
     def steps(self, rank: int = 0) -> list[int]:
         """Return `global_step` after each trained batch of this attempt."""
@@ -259,8 +258,7 @@ class _RunningAttempt:
 
     def run(self) -> AttemptResult:
         """Start the ranks, wait for the end of all, and judge the outcome."""
-        started = time.monotonic()
-        port = free_port()
+        started, port = time.monotonic(), free_port()
         try:
             for attempt in self._attempts:
                 self._pids[attempt.rank] = _fork_rank(self._script, attempt, port)
@@ -336,8 +334,7 @@ def _fork_rank(script: _Script, attempt: Attempt, port: int) -> int:
     """Return the process id of a new rank; the new process never returns from here."""
     sys.stdout.flush()
     sys.stderr.flush()
-    pid = os.fork()
-    if pid == 0:
+    if (pid := os.fork()) == 0:
         _run_rank(script, attempt, port)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.setpgid(pid, pid)  # the child does the same; whoever comes first
@@ -351,8 +348,7 @@ def _run_rank(script: _Script, attempt: Attempt, port: int) -> NoReturn:
         _set_up_process(attempt, port)
         for seam in script.seams:
             seam.apply()
-        returned = json.dumps(dict(script.fit(attempt)))
-        attempt.end.with_suffix(".returned").write_text(returned, encoding="utf-8")
+        attempt.end.with_suffix(".returned").write_text(json.dumps(dict(script.fit(attempt))), encoding="utf-8")
         code = 0
     except SystemExit as exit_:
         code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)  # as the interpreter does

@@ -99,8 +99,7 @@ class PhaseCallback(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
-        first = trainer.global_step != self._micro_step
-        self.micro = 0 if first else self.micro + 1
+        self.micro = 0 if (trainer.global_step != self._micro_step) else self.micro + 1
         self._micro_step = trainer.global_step
         self.batches += 1
         self.reached(trainer, "batch_start")
@@ -200,8 +199,7 @@ def strike(write_record: Callable[[dict[str, Any]], None], kill: Kill) -> None:
 def settle(trainer: Trainer, seconds: float) -> None:
     """Let checkpoint callbacks store everything under way. Raises `TimeoutError` if they have not within `seconds`."""
     for callback in list(trainer.callbacks):  # type: ignore[attr-defined]
-        wait = getattr(callback, "wait_committed", None)
-        if wait is not None and not wait(seconds):
+        if (wait := getattr(callback, "wait_committed", None)) is not None and not wait(seconds):
             raise TimeoutError(f"{callback} has not committed within {seconds:g} s")
 
 
@@ -272,8 +270,7 @@ class StorageKiller:
 
     def around(self, call: StorageCall, operation: Callable[[], T]) -> T:
         """Run one storage operation, or die before or after it."""
-        due = self._due(call)
-        if due and not self._kill.after:
+        if (due := self._due(call)) and not self._kill.after:
             self._strike()
         result = operation()
         if due and self._kill.after:

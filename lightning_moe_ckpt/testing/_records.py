@@ -33,8 +33,7 @@ class JsonLines:
 
     def __init__(self, path: str | Path) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        nbytes = os.fstat(self._file).st_size
-        if nbytes and os.pread(self._file, 1, nbytes - 1) != b"\n":
+        if (nbytes := os.fstat(self._file).st_size) and os.pread(self._file, 1, nbytes - 1) != b"\n":
             os.write(self._file, b"\n")
 
     def write(self, line: Record, *, sync: bool = False) -> None:
@@ -259,8 +258,7 @@ def record_differences(
             where = _coordinates(line)
             again = where in seen and line["kind"] in repeats_may_differ
             seen.add(where)
-            expected = want.get(where)
-            if expected != line and not again:
+            if (expected := want.get(where)) != line and not again:
                 lines.append(f"attempt {index}: {where}{_deviation(line, expected)}")
     return lines + [f"{where} never happened" for where in want if where in needed - seen]
 

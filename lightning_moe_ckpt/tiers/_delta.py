@@ -222,8 +222,7 @@ class DeltaDecoder:
         before = self._base[source : source + nbytes].view(part.step_dtype)
         if not self.plan.whole:
             self._out[destination : destination + nbytes].view(part.step_dtype).copy_(before + 1)
-        number = float(before) + 1
-        if not (number >= 1 and number.is_integer()):
+        if not ((number := float(before) + 1) >= 1 and number.is_integer()):
             raise wrong_delta()
         return int(number)
 
@@ -277,8 +276,7 @@ def _gradient_runs(plan: DeltaPlan, gradients: Gradients) -> Iterator[Run]:
     """Yield runs of the sender's memory; adjacent gradients share one run."""
     start = stop = -1
     for part in plan.stepped:
-        offset = gradients.parts[part.prefix].offset
-        if offset != stop:
+        if (offset := gradients.parts[part.prefix].offset) != stop:
             if start >= 0:
                 yield start, stop
             start = offset
@@ -398,8 +396,7 @@ class DeltaChain:
         base = self._newest
         if base is None or self.given_up or segment.step_record is None or not _follows(base.generation, segment):
             return None
-        gradients = segment.step_record.gradients()
-        if gradients is None:
+        if (gradients := segment.step_record.gradients()) is None:
             return None
         sending.audit = self._deltas.kind == "bf16" and self._rounded + 1 >= self._deltas.resync_every
         delta = encode_delta(base.baseline, view_U8, gradients, audit=sending.audit, mirrored=mirrored)
@@ -433,9 +430,7 @@ class DeltaChain:
         self._newest, self._sending = sent, None
 
     def _count(self, **more: int) -> None:
-        self.figures = replace(
-            self.figures, **{name: getattr(self.figures, name) + each for name, each in more.items()}
-        )
+        self.figures = replace(self.figures, **{name: getattr(self.figures, name) + n for name, n in more.items()})
 
     def _audited(self, generation: GenerationId, params: float, moments: float) -> None:
         self._count(audits=1)

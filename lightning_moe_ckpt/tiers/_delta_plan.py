@@ -194,8 +194,7 @@ class DeltaPlan:
 
     def place(self, offset: int, nbytes: int) -> Run:
         """Return the place of the payload's bytes in memory. Raises `Corrupt` unless they go to one run."""
-        index = bisect_right(self.places, (offset, self.nbytes, 0)) - 1
-        if index >= 0:
+        if (index := bisect_right(self.places, (offset, self.nbytes, 0)) - 1) >= 0:
             begin, place, size = self.places[index]
             if offset + nbytes <= begin + size:
                 return place + offset - begin, place + offset - begin + nbytes

@@ -164,9 +164,7 @@ class MirrorStore:
                 self._changed.notify_all()
 
     def end(self, generation: GenerationId) -> None:
-        """Forget a generation, and wait for threads that copy from it: nothing reads its memory once this returns. May
-        be called again.
-        """
+        """Forget a generation, and wait for threads that copy from it: nothing reads its memory once this returns. May be called again."""
         with self._changed:
             self._segments.pop(generation, None)
             self._changed.notify_all()
@@ -212,8 +210,7 @@ class MirrorStore:
         """Return whether a mirror is here, or will never be; the caller holds the lock."""
         if self._closed:
             return True
-        under_way = self._segments.get(generation)
-        if under_way is not None:
+        if (under_way := self._segments.get(generation)) is not None:
             return step in under_way
         return self._newest is not None and generation <= self._newest
 

@@ -370,8 +370,7 @@ class ReplicaReceiver:
 
     def _take_chunk(self, offset: int, nbytes: int) -> None:
         incoming = self._expect(MessageKind.CHUNK)
-        place = incoming.place(offset, nbytes)
-        if place is None:
+        if (place := incoming.place(offset, nbytes)) is None:
             raise self._unexpected(MessageKind.CHUNK)
         self._wire.receive_into(place)
         if incoming.arrived(nbytes):

@@ -395,10 +395,7 @@ class Replication:
         for differences, if any. `keep` is the number of generations that holders keep, the same on all ranks; `None`
         leaves it. Raises like `expect_room`.
         """
-        nbytes = sum(
-            store.allocate(sizes[owner], keep=keep, links=links[owner : owner + 1])
-            for owner, store in self.stores.items()
-        )
+        nbytes = sum(each.allocate(sizes[of], keep=keep, links=links[of : of + 1]) for of, each in self.stores.items())
         log.info("%s are reserved for copies of the segments of ranks %s", size_text(nbytes), sorted(self.stores))
 
     def start(self) -> None:

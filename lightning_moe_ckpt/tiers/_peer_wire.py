@@ -173,9 +173,7 @@ class Wire:
         self._out, self._in = (_TO_HOLDER, _TO_OWNER) if to_holder else (_TO_OWNER, _TO_HOLDER)
 
     def start(self, message: Message, payload: Tensor | None = None) -> Sending:
-        """Begin to send a header and the bytes that it announces: uint8, contiguous, unchanged until `Sending.wait`
-        returns.
-        """
+        """Begin to send a header and the bytes that it announces: uint8, contiguous, unchanged until `Sending.wait` returns."""
         header = message.to_header()
         works = [self._operate(header, self._out, receive=False)]
         if payload is not None:

@@ -317,11 +317,9 @@ class PeerWorker(TierWorker):
 
     def _filled(self, segment: SealedSegment) -> Run | None:
         """Let holders fill a segment's run shared with this rank, and return it; `None` if all is sent."""
-        run = self._mirror_use.run(segment)
-        if run is None:
+        if (run := self._mirror_use.run(segment)) is None:
             return None
-        refusal = self._replication.stream.fill(segment.step, run)
-        if refusal is None:
+        if (refusal := self._replication.stream.fill(segment.step, run)) is None:
             return run
         log.info("boundary %d of %s is sent whole: %s", segment.step, segment.generation, refusal)
         self._replication.pacer.more(nbytes_of(run))
@@ -414,8 +412,7 @@ def join_peers(
     replicas = _replicas(config, len({domain.node for domain in domains}) - 1, may_lack_nodes=may_lack_nodes)
     peers = groups.peers()
     placement = place_replicas(domains, peers, sizes, replicas)
-    group = groups.group("replicate")
-    if group is None or replicas == 0:
+    if (group := groups.group("replicate")) is None or replicas == 0:
         return []
     here = [rank for rank, domain in enumerate(domains) if domain.node == domains[groups.rank].node]
     held_nbytes, keep = sum(map(placement.held_nbytes, here)), plan.generations_kept

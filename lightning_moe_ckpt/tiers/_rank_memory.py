@@ -327,8 +327,7 @@ class RankMemory:
         """Create a ring under a name that is not in use."""
         taken = set(listing(self._directory))  # by any process
         for turn in itertools.count():
-            name = shared_name(self._tag, self.rank, self._kind, turn=turn)
-            if name not in taken:
+            if (name := shared_name(self._tag, self.rank, self._kind, turn=turn)) not in taken:
                 with contextlib.suppress(FileExistsError):  # another process was quicker
                     return SegmentRing.create(
                         name, slot_nbytes, num_slots, self._directory, small=small, origin=self._origin
@@ -379,8 +378,7 @@ class RankMemory:
                     log.info("%s cannot be looked at, and stays: %s", path, error)
                     continue
                 if ring is not None:
-                    older = all(each < generation for each in ring.published)
-                    if older:
+                    if older := all(each < generation for each in ring.published):
                         log.info("%s is of a rank that is on another node now", path)
                     ring.close(unlink=older)
 
@@ -405,8 +403,7 @@ def log_unused_memory(claim: MemoryClaim, rank: int, resumed: GenerationId | Non
         if name.owner != rank or name.tag == claim.tag:
             continue
         markers = [said.marker for each in marker_paths(path) if (said := read_statement(each)) is not None]
-        held = [marker.generation for marker in markers if marker.run_id == claim.run_id]
-        if held:
+        if held := [marker.generation for marker in markers if marker.run_id == claim.run_id]:
             why = (
                 "from before its log was repaired. What led to it is not known any more, and it is removed"
                 if _origin(path) == origin
@@ -445,8 +442,7 @@ def _origin(path: Path) -> str | None:
         return None
     try:
         with open(descriptor, "rb", closefd=False) as file:
-            page = file.read(RING_HEADER_NBYTES)
-            return read_header(page, file.seek(0, 2), str(path)).origin
+            return read_header(file.read(RING_HEADER_NBYTES), file.seek(0, 2), str(path)).origin
     except Corrupt:
         return None
     finally:

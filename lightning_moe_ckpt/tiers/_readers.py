@@ -239,8 +239,7 @@ class HostTier:
 
     def _of(self, holding: Holding, look: Callable[[_Place], T]) -> T:
         """Return `look`'s result for a copy's location. Raises `KeyMissing` if the copy is gone."""
-        place = self._places.get(holding)
-        if place is None:
+        if (place := self._places.get(holding)) is None:
             raise KeyMissing(f"{self._directory}: no memory of {holding}.")
         try:
             return look(place)
@@ -320,9 +319,7 @@ def _read_fully(descriptor: int, start: int, out: memoryview, path: Path) -> Non
 
 
 class ObjectTier:
-    """Read generations of every rank, whole or by range; of commits that may be restored, as the coordinator found
-    them.
-    """
+    """Read generations of every rank, whole or by range; of commits that may be restored, as the coordinator found them."""
 
     name = STORAGE
 

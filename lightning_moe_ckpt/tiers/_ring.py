@@ -109,8 +109,7 @@ class SegmentRing(ExpertCopies):
         free. Returns the ring; `None` if the process that made the ring is alive, stopped or not. Raises
         `FileNotFoundError` if there is no ring; `Corrupt` if the file is not a ring.
         """
-        file = SharedFile.take_over(path)
-        if file is None:
+        if (file := SharedFile.take_over(path)) is None:
             return None
         try:
             header = read_header(bytes(file.memory[:RING_HEADER_NBYTES].numpy()), file.memory.numel(), str(path))
@@ -278,8 +277,7 @@ class SegmentRing(ExpertCopies):
     def discard(self, generation: Hashable) -> None:
         """Drop a generation, complete or not: its marker goes at once, its slots with the last pin."""
         with self._lock:
-            entry = self._generations.get(generation)
-            if entry is not None:
+            if (entry := self._generations.get(generation)) is not None:
                 self._withdraw(entry)
                 self._drop(generation, entry)
 

@@ -106,8 +106,7 @@ class SlotPool:
         """Return the number of blocks that a generation with segments of these bytes needs."""
         number = left = 0
         for nbytes in sizes:
-            slots = -(-nbytes // self._header.slot_nbytes)
-            if slots > left:
+            if (slots := -(-nbytes // self._header.slot_nbytes)) > left:
                 number, left = number + 1, self.block
             left -= slots
         return number if left >= 0 else self._num_blocks + 1
@@ -274,8 +273,7 @@ class RingState:
         return entry
 
     def _published_entry(self, generation: Hashable) -> Generation:
-        entry = self._generations.get(generation)
-        if entry is None or entry.state is GenerationState.DROPPED:
+        if (entry := self._generations.get(generation)) is None or entry.state is GenerationState.DROPPED:
             raise CheckpointError(f"{generation} was given up, and is not in memory.")
         return entry
 
@@ -379,9 +377,7 @@ class ExpertCopies(RingState):
         """
         while True:
             with self._lock:
-                name = next(
-                    (generation for generation, entry in self._generations.items() if entry.is_free_to_go), None
-                )
+                name = next((each for each, entry in self._generations.items() if entry.is_free_to_go), None)
                 if name is None or self._memory is None:
                     return
                 entry = self._generations[name]
@@ -433,9 +429,7 @@ class ExpertCopies(RingState):
 
     def _replaced(self, _: str, copies: Sequence[Any]) -> list[Any]:
         """Return an expert's copies that complete no other whole generation; the last of `copies` is new."""
-        whole = [
-            generation for generation, entry in self._generations.items() if entry.is_whole and generation != copies[-1]
-        ]
+        whole = [name for name, entry in self._generations.items() if entry.is_whole and name != copies[-1]]
         return [each for each, after in pairwise(copies) if not any(each <= one < after for one in whole)]
 
     def _let_go(

@@ -256,8 +256,7 @@ def read_shared(path: Path) -> bytes:
     descriptor = open_shared(path)
     try:
         with open(descriptor, "rb", closefd=False) as file:
-            nbytes = os.fstat(descriptor).st_size
-            if nbytes > _LARGEST_NBYTES:
+            if (nbytes := os.fstat(descriptor).st_size) > _LARGEST_NBYTES:
                 raise Corrupt(f"{path}: has {nbytes} bytes, which no statement has. It can be removed.")
             return file.read(nbytes)
     finally:
@@ -298,8 +297,7 @@ def withdraw_shared(path: Path) -> None:
 
 def close_shared(descriptor: int) -> None:
     """Close a descriptor, later if this process owns the file: closing would lose the lock."""
-    owner = _owned_here(descriptor)
-    if owner is None:
+    if (owner := _owned_here(descriptor)) is None:
         os.close(descriptor)
     else:
         owner.deferred.append(descriptor)
@@ -364,11 +362,8 @@ def unlink_shared_file(path: Path) -> None:
 
 
 def expect_room(directory: Path, nbytes: int) -> None:
-    """Raise `ConfigurationError` unless `directory` has room for a ring of `nbytes`; the message says how many bytes
-    are missing.
-    """
-    free = _free_nbytes(directory)
-    if free < nbytes:
+    """Raise `ConfigurationError` unless `directory` has room for a ring of `nbytes`; the message says how many bytes are missing."""
+    if (free := _free_nbytes(directory)) < nbytes:
         raise _no_room(directory, nbytes, free)
 
 
@@ -384,14 +379,11 @@ def room_nbytes(directory: Path) -> int:
         own = _CONTROL_GROUP.read_text(encoding="ascii").rpartition("::")[2].strip().lstrip("/")
         for group in [_GROUPS / own, *(_GROUPS / own).parents]:
             with contextlib.suppress(OSError, ValueError):  # `max` is no number
-                limit, used = (
-                    int((group / f"memory.{name}").read_text(encoding="ascii")) for name in ("max", "current")
-                )
+                said = ((group / f"memory.{name}").read_text(encoding="ascii") for name in ("max", "current", "stat"))
+                limit, used, facts = said
                 # Pages of files that were read are in use as long as nobody else wants them.
-                cached = re.findall(
-                    r"^inactive_file (\d+)", (group / "memory.stat").read_text(encoding="ascii"), re.MULTILINE
-                )
-                found.append(limit - used + sum(map(int, cached)))
+                cached = re.findall(r"^inactive_file (\d+)", facts, re.MULTILINE)
+                found.append(int(limit) - int(used) + sum(map(int, cached)))
     return min(found)
 
 
@@ -443,8 +435,7 @@ class MemoryName:
     @classmethod
     def parse(cls, name: str) -> MemoryName | None:
         """Return the parsed name of this user's memory file; `None` for any other name."""
-        match = _NAME.fullmatch(name)
-        if match is None or int(match[1]) != os.getuid():
+        if (match := _NAME.fullmatch(name)) is None or int(match[1]) != os.getuid():
             return None
         kind: MemoryKind = "ring" if match[5] == "ring" else "replica"
         return cls(tag=match[2], owner=int(match[3]), turn=int(match[4] or 0), kind=kind)

@@ -161,8 +161,7 @@ class PersistWorker(TierWorker):
 
     def _chain(self, follows: Sequence[GenerationId]) -> tuple[ReferencedEntry, ...]:
         """Return the entries of a difference's predecessors. Raises `CheckpointError` if one is not stored."""
-        lacking = [generation for generation in follows if generation not in self._bases]
-        if lacking:
+        if lacking := [generation for generation in follows if generation not in self._bases]:
             raise CheckpointError(f"it follows on {lacking[0]}, which is not stored.")
         entries = [(generation, segment) for generation in follows for segment in self._bases[generation].segments]
         return tuple(ReferencedEntry(generation=each, segment=segment) for each, segment in entries)
@@ -300,8 +299,7 @@ class Scrubber:
             self._closing.wait(_PAUSE_SECONDS)
 
     def _is_named(self, copy: tuple[str, GenerationId]) -> bool:
-        marker = self._newest()
-        if marker is not self._marker:
+        if (marker := self._newest()) is not self._marker:
             self._marker = marker
             self._copies = {(record.operator, generation) for generation, _, record in _named(marker)}
         return copy in self._copies

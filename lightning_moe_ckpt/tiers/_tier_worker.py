@@ -244,8 +244,7 @@ class TierWorker(ABC):
     def add(self, generation: GenerationId, segment: SealedSegment) -> None:
         """Hand over a sealed segment; the tier takes its part. Ignored if the generation has ended."""
         with self._changed:
-            job = self._jobs.get(generation)
-            if job is not None:
+            if (job := self._jobs.get(generation)) is not None:
                 job.handed_over += 1
         if job is not None:
             self._queue.put(partial(self._take, job, segment.of(self.audiences)))
@@ -522,8 +521,7 @@ class SkipCounter:
 
     def taken(self) -> None:
         """Count a generation that the tier takes."""
-        stretch = self._stretch
-        if stretch is None:
+        if (stretch := self._stretch) is None:
             return
         stretch.num_taken, stretch.num_calm = stretch.num_taken + 1, stretch.num_calm + 1
         if stretch.num_calm == _CALM:

@@ -64,9 +64,7 @@ class Decision:
             # Only ranks that stay count. Such a rank knows that a step is taken once it has come to the next
             # step, so it needs nothing in between from ranks that still have to take the step.
             step = max((row.taken for row in healthy), default=-1)
-            going = {
-                stage: taken for segment in segments for stage, taken in _going(segment, stages, failed, step).items()
-            }
+            going = {stage: taken for each in segments for stage, taken in _going(each, stages, failed, step).items()}
             if not (lost := {stage for segment in segments for stage in segment} - going.keys() - failed):
                 break
             failed |= lost

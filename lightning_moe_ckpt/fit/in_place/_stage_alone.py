@@ -444,7 +444,8 @@ class StageAlone:
             try:
                 self._join()
                 repeating = self._require_waiting()
-                self._complete_record()
+                if self._taken_by_all() > self._here.taken:
+                    self._log.complete("commit", self._flags)
                 self._feed(run.renew())
                 where = self._strategy.groups.stage, self._trainer.global_step
                 if self._log.apart:
@@ -464,15 +465,9 @@ class StageAlone:
 
     def _require_waiting(self) -> list[int]:
         """Return the stages to wait for, or among which to go on. Raises `Rewind` if this rank goes on in place."""
-        plan = self._recovery.plan
-        if plan is None or self._begins:
+        if (plan := self._recovery.plan) is None or self._begins:
             raise Rewind("all ranks of the stage, or of all stages, begin again from a generation")
         return plan.repeating
-
-    def _complete_record(self) -> None:
-        """Complete the record of a step that is taken after all, for stages that repeat it."""
-        if self._taken_by_all() > self._here.taken:
-            self._log.complete("commit", self._flags)
 
     def _keep_within_limit(self, run: FitSession) -> None:
         """Drop records that no stage will repeat; log the rest's size once, and stop recording beyond the limit."""

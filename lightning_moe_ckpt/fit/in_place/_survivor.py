@@ -56,8 +56,7 @@ class Ended(Enum):
 
 def supervisor(trainer: Trainer) -> Supervisor | None:
     """Return this process's supervisor, and tell it if ranks cannot join again; `None` under other launchers."""
-    found = Supervised.from_environment()
-    if found is not None and not can_rejoin(trainer):
+    if (found := Supervised.from_environment()) is not None and not can_rejoin(trainer):
         where = ", in the meshes of parameters" if hasattr(trainer.strategy, "device_mesh") else ""
         found.cannot_rejoin(f"{type(trainer.strategy).__name__} keeps the process groups with which it began{where}")
     if found is None and getattr(trainer.strategy, "localized_recovery", None):
@@ -194,8 +193,7 @@ class InPlace:
         else:
             strategy, survived = self._trainer.strategy, self._start_of_run is not None
             first = strategy.share_start(survived=survived) if hasattr(strategy, "share_start") else 0
-            begun = strategy.broadcast(self._start_of_run, first)
-            if begun is None:  # all processes are new
+            if (begun := strategy.broadcast(self._start_of_run, first)) is None:  # all processes are new
                 begun = run.start_of_run()
             self._start_of_run = begun
             run.begin_anew(begun)
@@ -209,8 +207,7 @@ class InPlace:
     def _join(self) -> None:
         """Join the other ranks; again, if another rank fails meanwhile."""
         self._joined = True
-        reconnect = getattr(self._trainer.strategy, "reconnect", None)
-        if reconnect is None:
+        if (reconnect := getattr(self._trainer.strategy, "reconnect", None)) is None:
             reconnect = methodcaller("rejoin", _REJOIN_SECONDS)
         while self._survive(partial(self._join_once, reconnect)) is not Ended.WELL:
             pass
@@ -224,8 +221,7 @@ class InPlace:
         self._meeting = self._survive(original)
 
     def _run(self, original: Callable[[], object]) -> None:
-        ended = self._meeting
-        if ended is Ended.WELL:
+        if (ended := self._meeting) is Ended.WELL:
             ended = self._survive(partial(self._run_stage, original))
         while ended is not Ended.WELL:
             self._recover(ended)
@@ -323,11 +319,7 @@ def objects_of(trainer: Trainer, module: LightningModule, skip: tuple[type[Callb
     """Return the objects that lead to all state changed by training; call in `on_fit_start`."""
     strategy = trainer.strategy
     return [
-        *(
-            module,
-            datamodule_of(trainer),
-            [callback for callback in callbacks_of(trainer) if not isinstance(callback, skip)],
-        ),
+        *(module, datamodule_of(trainer), [each for each in callbacks_of(trainer) if not isinstance(each, skip)]),
         *(strategy.optimizers, strategy._lightning_optimizers, strategy.lr_scheduler_configs),
         *(trainer.precision_plugin, trainer.fit_loop, trainer._logger_connector, trainer.state),
     ]

@@ -128,9 +128,7 @@ def _unzeroed(trainer: Trainer, weights: Iterable[nn.Parameter]) -> Iterator[tup
 
     Backward has begun to add up gradients of whole parameters, where an optimizer has pieces of them and zeroes these.
     """
-    stepped = {
-        id(each) for optimizer in trainer.optimizers for group in optimizer.param_groups for each in group["params"]
-    }
+    stepped = {id(each) for own in trainer.optimizers for group in own.param_groups for each in group["params"]}
     for weight in weights:
         if stepped_of(weight) is not weight:
             yield weight, None

@@ -81,8 +81,7 @@ def skip_batches(
     else:
         iter(fetcher)
         before_fetch(0)
-        length = fetcher.length
-        if length is not None:
+        if (length := fetcher.length) is not None:
             fetcher.length = max(length, num_batches + 1)  # with batches of another size, an epoch may have had more
         for index in range(num_batches):
             if index:
@@ -344,8 +343,7 @@ def loads_again(trainer: Trainer) -> bool:
 
 def restarted_loaders(trainer: Trainer) -> list[int]:
     """Return indices of loaders that started over in the last fetch: their samplers and workers have drawn seeds."""
-    loader = trainer.fit_loop._combined_loader
-    if loader is None or len(loader.flattened) < 2:
+    if (loader := trainer.fit_loop._combined_loader) is None or len(loader.flattened) < 2:
         return []  # a single exhausted loader ends the epoch
     iterators = getattr(getattr(loader, "_iterator", None), "iterators", [])
     return [index for index, iterator in enumerate(iterators) if getattr(iterator, "_num_yielded", 0) == 1]
@@ -362,9 +360,7 @@ def draws_as_it_goes(loader: Any) -> bool:
     if isinstance(loader.dataset, IterableDataset):
         return loader.num_workers == 0
     samplers = (loader.sampler, loader.batch_sampler)
-    return any(
-        type(sampler).__module__.split(".")[0] not in _KNOWN_SAMPLERS for sampler in samplers if sampler is not None
-    )
+    return any(type(each).__module__.split(".")[0] not in _KNOWN_SAMPLERS for each in samplers if each is not None)
 
 
 def fetches_are_independent(trainer: Trainer) -> bool:
@@ -394,12 +390,8 @@ class LoaderGenerators:
         loaders = loader.flattened if loader is not None else []
         if len(loaders) != len(self._loaders) or not all(map(is_, loaders, self._loaders)):
             self._loaders = list(loaders)
-            self._owners = [
-                (f"loader{index}.{name}", owner)
-                for index, each in enumerate(loaders)
-                for name, owner in _owners(each)
-                if owner is not None
-            ]
+            rows = [(index, *each) for index, loader in enumerate(loaders) for each in _owners(loader)]
+            self._owners = [(f"loader{index}.{name}", owner) for index, name, owner in rows if owner is not None]
         found = {}
         for name, owner in self._owners:
             generator = getattr(owner, "generator", None)

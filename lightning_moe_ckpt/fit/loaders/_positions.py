@@ -61,11 +61,8 @@ def _spread(loader: Any) -> dict[str, Any]:
         if type(each) not in known:
             return {"own": f"the {what} `{type(each).__qualname__}`"}
     order = _ORDERS[type(sampler) if getattr(sampler, "shuffle", True) else SequentialSampler]
-    return {
-        "size": described(loader)["batch_size"] or 1,
-        "replicas": getattr(sampler, "num_replicas", 1),
-        "order": order,
-    }
+    spread = {"size": described(loader)["batch_size"] or 1, "replicas": getattr(sampler, "num_replicas", 1)}
+    return {**spread, "order": order}
 
 
 _NONE = (type(None),)
@@ -83,19 +80,15 @@ def know_position(trainer: Trainer) -> bool:
     epoch right. MosaicML's is asked, since its data sets keep their place in shared memory.
     """
     loaders = loaders_of(trainer)
-    asked = [
-        not isinstance(loader, DataLoader) or type(loader).__module__.startswith("streaming.") for loader in loaders
-    ]
+    asked = [not isinstance(each, DataLoader) or type(each).__module__.startswith("streaming.") for each in loaders]
     return all(asked) and all(isinstance(loader, _Stateful) for loader in loaders)
 
 
 def epochs_of(trainer: Trainer) -> list[int | None]:
     """Return the epochs told to data sets of other packages, whose attributes are not followed."""
     found = [getattr(loader, "dataset", None) for loader in loaders_of(trainer)]
-    told = [
-        getattr(each, "epoch", None) if hasattr(each, "set_epoch") and is_library(type(each)) else None
-        for each in found
-    ]
+    known = [each if hasattr(each, "set_epoch") and is_library(type(each)) else None for each in found]
+    told = [getattr(each, "epoch", None) for each in known]
     return [epoch if type(epoch) is int else None for epoch in told]
 
 

@@ -278,12 +278,9 @@ def _set(owner: object, attribute: str, value: object) -> None:
 
 def _counted(dataset: Any) -> dict[str, Any]:
     """Return plain values in attributes of a data set and of data sets inside torch's own."""
-    return {
-        f"{name}.{attribute}": value
-        for name, each in data_sets("dataset", dataset)
-        for attribute, value in getattr(each, "__dict__", {}).items()
-        if type(value) in (bool, int, float, type(None))
-    }
+    parts = [(name, getattr(each, "__dict__", {})) for name, each in data_sets("dataset", dataset)]
+    found = {f"{name}.{key}": value for name, own in parts for key, value in own.items()}
+    return {name: value for name, value in found.items() if type(value) in (bool, int, float, type(None))}
 
 
 _MOST = 1_000
@@ -297,11 +294,8 @@ NO_FETCHES: dict[str, Any] = {"states": {}, "restarts": {}}
 
 def _apart(last: RngState | None, before: RngState, after: RngState) -> RngState:
     """Return the state of generators from which the fetch drew and which have moved since the previous fetch."""
-    return {
-        name: state
-        for name, state in before.items()
-        if differs(after[name], state) and (last is None or differs(last[name], state))
-    }
+    moved = {name: state for name, state in before.items() if differs(after[name], state)}
+    return {name: state for name, state in moved.items() if last is None or differs(last[name], state)}
 
 
 MOMENTS = ("epoch", "iter", "first_fetch", "last_fetch", "fetch")

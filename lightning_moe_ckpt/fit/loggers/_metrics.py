@@ -31,13 +31,8 @@ log = rank_logger(__name__)
 MetricState = dict[str, Any]
 
 _REDUCTIONS: dict[str, Callable[..., Any]] = {
-    "torch.mean": torch.mean,
-    "torch.sum": torch.sum,
-    "torch.max": torch.max,
-    "torch.min": torch.min,
-    "sum": sum,
-    "max": max,
-    "min": min,
+    **{f"torch.{each.__name__}": each for each in (torch.mean, torch.sum, torch.max, torch.min)},
+    **{each.__name__: each for each in (sum, max, min)},
 }
 """Functions that `self.log(reduce_fx=...)` takes; later calls must give the same function again."""
 
@@ -72,8 +67,7 @@ class _Copies:
         return {name: self._of(each) if isinstance(each, Tensor) else each for name, each in values.items()}
 
     def _of(self, value: Tensor) -> Tensor:
-        made = self._made.get(id(value))
-        if made is None:
+        if (made := self._made.get(id(value))) is None:
             whole = value.full_tensor() if isinstance(value, DTensor) else value
             made = self._made[id(value)] = value, whole.detach().clone()
         return made[1]
@@ -99,8 +93,7 @@ def restore_metrics(trainer: Trainer, module: LightningModule, state: MetricStat
         connector._first_loop_iter = True  # the next batch is not the first: nothing accumulated is to be reset
         results = trainer.fit_loop.epoch_loop._results
         for key, taken in state["epoch"].items():
-            rebuilt = _rebuild(trainer, module, taken)
-            if rebuilt is not None:
+            if (rebuilt := _rebuild(trainer, module, taken)) is not None:
                 results[key] = rebuilt
 
 
@@ -173,8 +166,7 @@ def _take_meta(meta: _Metadata) -> dict[str, Any]:
     *sync, group = _sync_of(meta)
     values = (*_given_of(meta), *sync, group is not None, meta.reduce_fx)
     key = (*values, *map(type, values))  # a flag may be given as a number, which is equal to it
-    taken = _metas.get(key)
-    if taken is None:
+    if (taken := _metas.get(key)) is None:
         *given, should, rank_zero_only, grouped, reduction = values
         if len(_metas) >= _MOST_METAS:
             _metas.clear()
@@ -270,8 +262,7 @@ _parts: WeakKeyDictionary[nn.Module, _Parts] = WeakKeyDictionary()
 
 def module_metrics(module: LightningModule) -> list[tuple[str, Metric]]:
     """Return metrics among a module's parts, by name. Cached: walking through all parts at every step takes longest."""
-    known = _parts.get(module)
-    if known is None or not known.hold:
+    if (known := _parts.get(module)) is None or not known.hold:
         known = _parts[module] = _Parts.of(module)
     return known.metrics
 

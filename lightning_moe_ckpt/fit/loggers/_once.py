@@ -103,8 +103,7 @@ class LoggedOnce:
             return
         if step != self.newest["step"]:
             self.newest = {"step": step, "keys": {}}
-        fresh = {key: value for key, value in metrics.items() if self._is_fresh(step, key)}
-        if fresh:
+        if fresh := {key: value for key, value in metrics.items() if self._is_fresh(step, key)}:
             self._log(fresh, step)
             self.has_logged = True
             self.wrote(step, [self.name_of(key) for key in fresh])
@@ -225,13 +224,6 @@ class MLFlowLog(RemoteLog):
         return re.sub("[^a-zA-Z0-9_/. -]+", "", super().name_of(key))  # as the logger itself
 
 
-def remote_log(logger: Logger, *, owner: bool) -> RemoteLog | None:
-    """Return a logger's log with a service; `None` for any other logger."""
-    if isinstance(logger, WandbLogger):
-        return WandbLog(logger, owner=owner)
-    return MLFlowLog(logger, owner=owner) if isinstance(logger, MLFlowLogger) else None
-
-
 KEPT = "metrics.kept.csv"
 """Second name (hard link) of a `metrics.csv`; it stays when a starting `CSVLogger` deletes the first name."""
 
@@ -278,7 +270,9 @@ class LogFolders:
 def _log_of(logger: Logger, *, owner: bool) -> LoggedOnce | None:
     if isinstance(logger, CSVLogger | TensorBoardLogger):
         return _FolderLog(logger, owner=owner)
-    return remote_log(logger, owner=owner)
+    if isinstance(logger, WandbLogger):
+        return WandbLog(logger, owner=owner)
+    return MLFlowLog(logger, owner=owner) if isinstance(logger, MLFlowLogger) else None
 
 
 class _FolderLog(LoggedOnce):
@@ -373,21 +367,16 @@ def _go_on_csv(logger: CSVLogger, folder: Path) -> LineCounts:
     writer._rewrite_with_new_header = lambda names: _rewrite(folder, names)
     if not kept.is_file():
         return Counter()
-    _cut_torn_row(kept)
+    content = kept.read_bytes()
+    if (whole := content[: content.rfind(b"\n") + 1]) != content:
+        temporary = kept.with_suffix(".tmp")
+        temporary.write_bytes(whole)
+        temporary.replace(kept)
     kept.replace(path)
     _keep(folder)
     names, rows = _read(path)
     writer.metrics_keys = names
     return Counter((int(row["step"]), name) for row in rows for name in names if name != "step" and row[name])
-
-
-def _cut_torn_row(path: Path) -> None:
-    content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if whole != content:
-        temporary = path.with_suffix(".tmp")
-        temporary.write_bytes(whole)
-        temporary.replace(path)
 
 
 def _rewrite(folder: Path, names: list[str]) -> None:
@@ -417,9 +406,6 @@ def _events_in(folder: Path) -> LineCounts:
         log.warning("without the package tensorboard, %s cannot be read: some rows may appear twice", folder)
         return Counter()
     loader: Callable[[str], Any] = EventFileLoader
-    return Counter(
-        (event.step, value.tag)
-        for path in sorted(folder.glob("events.out.tfevents.*"))
-        for event in loader(str(path)).Load()
-        for value in event.summary.value
-    )
+    paths = sorted(folder.glob("events.out.tfevents.*"))
+    events = (event for path in paths for event in loader(str(path)).Load())
+    return Counter((event.step, value.tag) for event in events for value in event.summary.value)

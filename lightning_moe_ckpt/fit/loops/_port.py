@@ -28,8 +28,7 @@ def is_accumulating(trainer: Trainer) -> bool:
 
 def may_validate(trainer: Trainer) -> bool:
     """Return whether a fit has validation data, or this is no fit. Uses `_data_source` of the validation loop."""
-    fits = trainer.state.fn == TrainerFn.FITTING
-    return not fits or trainer.fit_loop.epoch_loop.val_loop._data_source.is_defined()
+    return trainer.state.fn != TrainerFn.FITTING or trainer.fit_loop.epoch_loop.val_loop._data_source.is_defined()
 
 
 def ignored_names(module: LightningModule) -> set[str]:
@@ -95,9 +94,7 @@ def tap_zero_grad(trainer: Trainer, hold: Callable[[Callable[[], None] | None], 
 
 
 def tap_finetuning(callback: BaseFinetuning, stepped: Callable[[Any], Any]) -> Callable[[], None]:
-    """Let a finetuning callback find, and name, what an optimizer has of each parameter. Uses
-    `_apply_mapping_to_param_groups`.
-    """
+    """Let a finetuning callback find, and name, what an optimizer has of each parameter. Uses `_apply_mapping_to_param_groups`."""
     original = callback._apply_mapping_to_param_groups
 
     def apply(groups: list[dict[str, Any]], mapping: dict[Any, Any]) -> list[dict[str, Any]]:
@@ -130,8 +127,7 @@ def tap_found_inf(precision: Precision, combine: Callable[[Tensor], None], devic
     """Call `combine` on every scaler verdict before it is read; do nothing if the plugin has no scaler. Uses
     `GradScaler._unscale_grads_`, shared by `unscale_` and the check for fused optimizers.
     """
-    scaler = getattr(precision, "scaler", None)
-    if scaler is None:
+    if (scaler := getattr(precision, "scaler", None)) is None:
         return lambda: None
     original: Callable[..., dict[torch.device, Tensor]] = scaler._unscale_grads_
 

@@ -170,9 +170,7 @@ def _total_norm(parameters: list[torch.nn.Parameter]) -> Tensor:
     Shards' norms are added by one all-reduce per mesh dimension, whose order depends on the ranks' places, as it does where
     gradients are reduced, and on no clock.
     """
-    norms = [
-        torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in _by_mesh(parameters)
-    ]
+    norms = [torch.nn.utils.get_total_norm([p.grad for p in g if p.grad is not None]) for g in _by_mesh(parameters)]
     plain = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     return plain[0] if len(plain) == 1 else torch.nn.utils.get_total_norm(plain)
 
@@ -302,11 +300,9 @@ class StepOutcome:
         self._seen, self._hooks = None if watched is None else SeenGradients(watched), hooks
         self.ask: Callable[..., Any] = _call if self._seen is None else self._seen.ask
         """Runs a training step, see `SeenGradients.ask`."""
-        noted = (
-            []
-            if self._seen is None or not hooks
-            else [(name, self._seen.run, getattr(self._plugin, name)) for name in _CALLS]
-        )
+        noted = []
+        if self._seen is not None and hooks:
+            noted = [(name, self._seen.run, getattr(self._plugin, name)) for name in _CALLS]
         looks = [tap(self._plugin, name, partial(run, call)) for name, run, call in noted]
         closed = tap_after_closure(self._plugin, self._closed)  # outside of what is watched
         self._undo = tap_clipping(self._plugin, self._clip), by_value, closed, *looks
@@ -376,8 +372,7 @@ class StepOutcome:
             self._clipped()
 
     def _found_inf(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor] | None:
-        scaler = getattr(self._plugin, "scaler", None)
-        if scaler is None:
+        if (scaler := getattr(self._plugin, "scaler", None)) is None:
             return None
         found: dict[torch.device, Tensor] = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         return found

@@ -168,8 +168,7 @@ def checkpoint_extra(trainer: Trainer, module: LightningModule) -> dict[str, obj
     """Return entries of Lightning's checkpoints beside the state: hyper-parameters, other loops, names of states."""
     loops = {name: copy.deepcopy(getattr(trainer, name).state_dict()) for name in _OTHER_LOOPS}
     extra: dict[str, object] = {"precision": type(trainer.precision_plugin).__qualname__, "loops": loops}
-    datamodule = datamodule_of(trainer)
-    if datamodule is not None:
+    if (datamodule := datamodule_of(trainer)) is not None:
         extra["datamodule"] = type(datamodule).__qualname__
     for owner in (module, datamodule):
         if owner is not None and owner.hparams:
@@ -216,31 +215,23 @@ class LoopProgress:
     def take(self) -> Written:
         """Return the progress."""
         if not self._parts or not all(map(is_, [values[name] for values, name in self._links], self._parts)):
-            self._outline()
+            self._parts, self._links, self._numbers, self._loops = [], [], [], []
+            entries = [*self._of_loop(self._trainer.fit_loop, ""), self._entry(self._rest, "settings", "settings")]
+            self._text = f'["d",{",".join(entries)}]'
         for name, loop in self._loops:
             own = loop.on_save_checkpoint()
             # Loaders are repositioned by fetching, see `skip_batches`; their own state is exact only in special cases.
             own.pop("combined_loader", None)
             self._rest[name] = written(own) if own else _NOTHING
         fit_loop = self._trainer.fit_loop
-        settings = (
-            self._trainer.accumulate_grad_batches,
-            fit_loop._last_train_dl_reload_epoch,
-            fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch,
-        )
+        reloads = fit_loop._last_train_dl_reload_epoch, fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch
+        settings = (self._trainer.accumulate_grad_batches, *reloads)
         if not all(map(is_, settings, self._settings)):  # they seldom change
             self._settings = settings
             self._rest["settings"] = written(dict(zip(_SETTINGS, settings, strict=True)))
         found = [values[name] for values, name in self._numbers]
-        texts = [
-            each if type(each) is int else each.text if type(each) is Written else written(each).text for each in found
-        ]
+        texts = [e if type(e) is int else e.text if type(e) is Written else written(e).text for e in found]
         return Written(self._text % tuple(texts))
-
-    def _outline(self) -> None:
-        self._parts, self._links, self._numbers, self._loops = [], [], [], []
-        entries = [*self._of_loop(self._trainer.fit_loop, ""), self._entry(self._rest, "settings", "settings")]
-        self._text = f'["d",{",".join(entries)}]'
 
     def _link(self, values: dict[str, Any], name: str) -> None:
         self._parts.append(values[name])

@@ -257,8 +257,7 @@ class Whole(Node):
         if self.now and self._is_same(seen):
             return False
         self._seen, self.why = seen, {}
-        why = self._refusal(graph)
-        if why:
+        if why := self._refusal(graph):
             self.why[CONTENT] = {tuple(map(str, seen)): why}
         if why or (not self.now and not self.is_new and not graph.may_copy(self.nbytes())):
             self.now = {CONTENT: ("kept", *map(str, seen))}
@@ -347,10 +346,8 @@ class Stateful(Whole):
         seen = (*space.keys(), *space.values())
         if changed or len(seen) != len(self._space) or not all(map(is_, seen, self._space)):
             self._space, self.parts, changed = seen, [], True
-            self.now, self.why = (
-                {CONTENT: self.now[CONTENT]},
-                {end: self.why[end] for end in self.why if end == CONTENT},
-            )
+            self.now = {CONTENT: self.now[CONTENT]}
+            self.why = {end: self.why[end] for end in self.why if end == CONTENT}
             self._look_at(space, graph)
         return changed
 
@@ -423,20 +420,9 @@ class _Generator(Whole):
             restore_held(self.each, content["items"])
 
 
-_SEARCHED_AS: dict[type, type[Node]] = {
-    Tensor: _Tensor,
-    np.ndarray: _Array,
-    list: _List,
-    bytearray: _List,
-    array: _List,
-    deque: _List,
-    set: _Set,
-    dict: _Dict,
-    **dict.fromkeys(GENERATORS, _Generator),
-}
-KINDS: dict[str, type[Node]] = {
-    kind.tag: kind for kind in (Node, _List, _Set, _Dict, _Tensor, _Array, Stateful, _Generator)
-}
+_SEARCHED_AS: dict[type, type[Node]] = {Tensor: _Tensor, np.ndarray: _Array, set: _Set, dict: _Dict}
+_SEARCHED_AS |= dict.fromkeys((list, bytearray, array, deque), _List) | dict.fromkeys(GENERATORS, _Generator)
+KINDS: dict[str, type[Node]] = {k.tag: k for k in (Node, _List, _Set, _Dict, _Tensor, _Array, Stateful, _Generator)}
 
 
 def kind_of(value: Any, *, is_new: bool) -> tuple[type[Node] | None, Collection[str] | None]:
@@ -472,16 +458,9 @@ def _is_searched(value: Any) -> bool:
 
 def may_make(kind: type, cls: type[Node]) -> bool:
     """Return whether a journal may ask for an object of this class: containers, tensors, arrays, and users' classes."""
-    bases: dict[str, Any] = {
-        "l": (list, deque, bytearray, array),
-        "e": set,
-        "d": dict,
-        "T": Tensor,
-        "A": np.ndarray,
-        "G": GENERATORS,
-    }
-    base = bases.get(cls.tag)
-    if base is not None:
+    bases: dict[str, Any] = {"l": (list, deque, bytearray, array), "e": set, "d": dict}
+    bases |= {"T": Tensor, "A": np.ndarray, "G": GENERATORS}
+    if (base := bases.get(cls.tag)) is not None:
         return issubclass(kind, base)
     return not is_library(kind) or issubclass(kind, (*SEARCHED, Metric))
 

@@ -54,15 +54,8 @@ _LIBRARIES = frozenset(
 SEARCHED = (types.SimpleNamespace, argparse.Namespace, Dataset, Sampler, UserDict, UserList, UserString, ChainMap)
 """Library types with attributes that are searched all the same."""
 MADE_BY_LIGHTNING = (
-    Trainer,
-    LightningModule,
-    LightningDataModule,
-    Callback,
-    DataLoader,
-    Optimizer,
-    Strategy,
-    Logger,
-    LightningOptimizer,
+    *(Trainer, LightningModule, LightningDataModule, Callback, DataLoader),
+    *(Optimizer, Strategy, Logger, LightningOptimizer),
 )
 """Types of objects that are restored elsewhere, or made by every process."""
 _STATE: dict[str, str] = {
@@ -99,11 +92,7 @@ def has_state(value: object) -> bool:
         own = getattr(value, "state_dict", None)
         if not callable(own) or not callable(getattr(value, "load_state_dict", None)):
             return False
-        needed = [
-            parameter
-            for parameter in inspect.signature(own).parameters.values()
-            if parameter.default is parameter.empty
-        ]
+        needed = [each for each in inspect.signature(own).parameters.values() if each.default is each.empty]
     except Exception:  # noqa: BLE001  # a foreign object may raise anything; its attributes are searched then
         return False
     return all(each.kind in {each.VAR_POSITIONAL, each.VAR_KEYWORD} for each in needed)
@@ -220,9 +209,7 @@ def _inside(owner: object) -> tuple[Any, Sequence[Any]]:
     if isinstance(owner, functools.partial):
         return {"func": owner.func, "args": owner.args, "keywords": owner.keywords}, ["func", "args", "keywords"]
     if isinstance(owner, dict):
-        return owner, [key for key in owner if isinstance(key, str | int)] if len(
-            owner
-        ) <= MOST_ITEMS_FOR_GENERATORS else []
+        return owner, [k for k in owner if isinstance(k, str | int)] if len(owner) <= MOST_ITEMS_FOR_GENERATORS else []
     if isinstance(owner, list | tuple):
         return owner, range(len(owner)) if len(owner) <= MOST_ITEMS_FOR_GENERATORS else []
     namespace, left_out = getattr(owner, "__dict__", {}), names_of_loaders() if isinstance(owner, DataLoader) else ()

@@ -210,8 +210,7 @@ class Values:
         if type(value) in NATIVE:
             return value
         try:
-            text = self._described(value, place, node, end)
-            if text is not None:
+            if (text := self._described(value, place, node, end)) is not None:
                 return text
             why = why_not(value)
         except Exception as error:  # noqa: BLE001  # a foreign object may raise anything
@@ -221,13 +220,10 @@ class Values:
 
     def _described(self, value: Any, place: str, node: Node, end: str) -> Text | None:
         """Describe a value for an entry; `None` if it cannot be stored."""
-        at = self._at.get(id(value))
-        if at is not None:
+        if (at := self._at.get(id(value))) is not None:
             return ("at", at[0])
-        made = self._nodes.get(id(value))
-        if made is None:
-            text = self._fixed(value, place, node, end)
-            if text is not None:
+        if (made := self._nodes.get(id(value))) is None:
+            if (text := self._fixed(value, place, node, end)) is not None:
                 return text
             made = self._node(value, place)
         if made is not None:
@@ -309,9 +305,7 @@ class Values:
     def _say(self, lost: Mapping[str, str], remedy: str) -> None:
         if not self._speaks:
             return
-        new = {
-            name: why for name, why in zip(map(unnumbered, lost), lost.values(), strict=True) if name not in self._said
-        }
+        new = {n: why for n, why in zip(map(unnumbered, lost), lost.values(), strict=True) if n not in self._said}
         self._said.update(new)
         if new:
             shown = ", ".join(f"`{name}` ({why})" for name, why in list(new.items())[:_MOST_SAID])
@@ -385,11 +379,9 @@ class Values:
         else:
             places = [read_named(tag, found(args[0]), [self._read(arg, nodes) for arg in args[1:]])]
         if not places:
-            what = (
-                f"`{unnumbered(args[0])}`, which this process has not made"
-                if tag in ("ref", "at")
-                else "what no journal holds"
-            )
+            what = "what no journal holds"
+            if tag in ("ref", "at"):
+                what = f"`{unnumbered(args[0])}`, which this process has not made"
             raise Missing(f"it held {what}")
         return places[0]
 

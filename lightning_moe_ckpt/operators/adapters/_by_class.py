@@ -153,8 +153,7 @@ def describe_megatron(fqn: str, block: nn.Module, index: ParameterIndex) -> MoEL
     """
     layer: Any = block
     num_experts, router = int(layer.config.num_moe_experts), join(fqn, "router")
-    num_local = len(layer.local_expert_indices)
-    if num_local != num_experts:
+    if (num_local := len(layer.local_expert_indices)) != num_experts:
         found = f"{num_local} of {num_experts} experts on this rank"
         _refuse_spread(fqn, "Megatron", found=found, wanted="`expert_model_parallel_size=1`")
     # Padded to the capacity, the map says what was computed, and the dispatcher keeps a copy of the factor.

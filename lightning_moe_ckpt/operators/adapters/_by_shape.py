@@ -54,8 +54,7 @@ def describe_module_list(root: nn.Module, fqn: str, container: nn.Module, index:
     experts = {expert: key for expert, key in slots.items() if children[key] is not None}
     if len(slots) < 2 or not _alike([children[key] for key in experts.values()]):
         return None
-    found = find_block(root, fqn, len(slots), index)
-    if found is None:
+    if (found := find_block(root, fqn, len(slots), index)) is None:
         return None
     block = root.get_submodule(found.fqn)
     gate = find_router_module(root, found.fqn, len(slots))
@@ -79,12 +78,10 @@ def describe_module_list(root: nn.Module, fqn: str, container: nn.Module, index:
 
 def describe_stacked(root: nn.Module, fqn: str, experts: nn.Module, index: ParameterIndex) -> MoELayerSpec | None:
     """Return the spec of the layer around `experts`, or `None` if its parameters are not stacked experts."""
-    ids = _stacked_ids(experts)
-    if not ids or not fqn or is_shared(fqn):
+    if not (ids := _stacked_ids(experts)) or not fqn or is_shared(fqn):
         return None
     num_experts = len(ids) * (experts.ep_size if isinstance(experts, SpreadExperts) else 1)
-    found = find_block(root, fqn, num_experts, index)
-    if found is None:
+    if (found := find_block(root, fqn, num_experts, index)) is None:
         return None
     block = root.get_submodule(found.fqn)
     gate = find_router_module(root, found.fqn, num_experts)
@@ -202,8 +199,7 @@ def find_block(root: nn.Module, experts_fqn: str, num_experts: int, index: Param
             return None
         block_fqn, _, child = child_fqn.rpartition(".")
         block = root.get_submodule(block_fqn)
-        router = tuple(_router_params(block, block_fqn, child, num_experts, index))
-        if router:
+        if router := tuple(_router_params(block, block_fqn, child, num_experts, index)):
             return Block(block_fqn, router, find_router_buffers(block, block_fqn, num_experts, child))
         if "expert" not in block_fqn.rpartition(".")[2]:
             return None
@@ -218,9 +214,7 @@ def find_router_module(root: nn.Module, block_fqn: str, num_experts: int) -> str
 
 
 def find_router_buffers(block: nn.Module, block_fqn: str, num_experts: int, experts: str = "") -> tuple[str, ...]:
-    """Return buffers of the block's router, and the block's own that have a value per expert: biases, counters. The child `experts`
-    is left out.
-    """
+    """Return buffers of the block's router, and the block's own with a value per expert: biases, counters; none of the child `experts`."""
     names = [name for name, buffer in block.named_buffers(recurse=False) if buffer.numel() == num_experts]
     for child, module in _router_modules(block, num_experts, experts):
         names += [f"{child}.{name}" for name, _ in module.named_buffers()]
@@ -303,11 +297,8 @@ class _OwnLayer(Protocol):
 
 
 _ATTRIBUTES = (
-    "num_experts",
-    "local_expert_ids",
-    "expert_parameters",
-    "router_parameters",
-    "expert_parallel_parameters",
+    *("num_experts", "local_expert_ids"),
+    *("expert_parameters", "router_parameters", "expert_parallel_parameters"),
 )
 
 

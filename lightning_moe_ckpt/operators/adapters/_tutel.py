@@ -33,12 +33,9 @@ from lightning_moe_ckpt.parallel._expert_parallel import tutel_refusal
 
 
 def describe_tutel(fqn: str, block: nn.Module, index: ParameterIndex) -> MoELayerSpec:
-    """Describe a `tutel.moe.moe_layer`. Raises `UnknownLayout` if it would train wrongly as it was built, or its experts cannot be told
-    apart.
-    """
+    """Describe a `tutel.moe.moe_layer`. Raises `UnknownLayout` if it would train wrongly as built, or its experts cannot be told apart."""
     layer: Any = block
-    reason = tutel_refusal(layer)
-    if reason is not None:
+    if (reason := tutel_refusal(layer)) is not None:
         raise UnknownLayout(f"Tutel layer `{fqn}` {reason}")
     rank = dist.get_rank(layer.group) if layer.world_size > 1 else 0
     num_local, num_experts = int(layer.num_local_experts), int(layer._num_global_experts)  # noqa: SLF001
@@ -91,8 +88,7 @@ class TutelTap:
         def after(called: nn.Module, _args: tuple[Any, ...], _out: Any) -> None:
             if not called.training or in_backward() or not rows:
                 return
-            demand_E = _demand(called)
-            if demand_E is None:
+            if (demand_E := _demand(called)) is None:
                 counts.missed(self.layer, "has prioritised routing, with which this version of Tutel miscounts")
                 return
             # Each source rank has C places at each expert: `[e, ranks * C]`, in one call or cut into several.
@@ -131,8 +127,7 @@ def tutel_slots(block: Any, factors: Capacity) -> Callable[[int], int] | None:
 
 def _demand(layer: Any) -> Tensor | None:
     dispatched_E: Tensor = layer.dispatch_count
-    topk_idx_TK = getattr(dispatched_E, "topk_ids", None)
-    if topk_idx_TK is None:
+    if (topk_idx_TK := getattr(dispatched_E, "topk_ids", None)) is None:
         return None if layer.batch_prioritized_routing else dispatched_E
     idx = topk_idx_TK.reshape(-1).to(torch.int64)
     return torch.zeros_like(dispatched_E, dtype=torch.int64).scatter_add_(0, idx, torch.ones_like(idx))
