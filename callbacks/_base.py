@@ -333,7 +333,7 @@ class CheckpointCallback(SharedArguments, Checkpoint):
         resumed = self._run.begin()
         config = self._run.sessions.config
         # Where steps of a run are only done again, nothing may be judged: that would make generations of the live run void.
-        if self.audit_every_n_steps is not None and not (config.densify or getattr(config, "rerun", None)):
+        if self.audit_every_n_steps is not None and not (config.densify or config.rerun):
             every, on_fault = self.audit_every_n_steps, self.on_fault
             self._run.sessions.audits = Audits(trainer, module, self._run, every=every, on_fault=on_fault)
         if self._lightning_resume is not None:
