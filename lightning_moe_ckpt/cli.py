@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import click
@@ -28,7 +29,7 @@ from lightning_moe_ckpt._cli_options import place_of as _place
 from lightning_moe_ckpt._cli_options import setting_of as _setting
 from lightning_moe_ckpt._cli_options import size_of as _size
 from lightning_moe_ckpt._cli_options import time_of as _time
-from lightning_moe_ckpt.errors import CheckpointError
+from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 
 _HELP = """\
 Looks at checkpoints that lightning_moe_ckpt wrote, and measures what they cost. Start with `moe-ckpt ls URL`."""
@@ -488,7 +489,7 @@ BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what others
         ],
     ),
     "peers": (
-        "Steps, CPU, memory and kills beside other systems, each in an environment that pip makes.",
+        "Steps, CPU, memory and kills beside other systems, each in an environment that pip makes; in a checkout.",
         [
             _option("--peers", "What is measured (default: all); a wrong name lists them.", "A,B"),
             number("--every", 4, "Steps between two saves."),
@@ -506,7 +507,7 @@ BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what others
     ),
 }
 _APART = {"peers"}
-"""Not among `all`: it installs what others wrote."""
+"""Not among `all`, and not installed with the package: it has pip install what others wrote."""
 
 
 def bench(benchmarks: Benchmarks, place: str) -> click.Group:
@@ -529,7 +530,7 @@ def bench(benchmarks: Benchmarks, place: str) -> click.Group:
 def _bench(name: str, summary: str, chosen: Mapping[str, list[click.Parameter]], place: str) -> click.Command:
     def run(**options: Any) -> int:
         commands = importlib.import_module("lightning_moe_ckpt.benchmarks._benchmark")
-        modules = {each: importlib.import_module(place + each.replace("-", "_")) for each in chosen}
+        modules = {each: _benchmark(each, place) for each in chosen}
         return int(commands.bench(modules, **options))
 
     params: list[click.Parameter] = [
@@ -542,6 +543,18 @@ def _bench(name: str, summary: str, chosen: Mapping[str, list[click.Parameter]],
     ]
     params += {param.name: param for each in chosen.values() for param in each}.values()
     return click.Command(name, callback=run, params=params, short_help=summary, help=summary)
+
+
+def _benchmark(name: str, place: str) -> ModuleType:
+    """Return a benchmark's module; of those apart only in a checkout. Raises `ConfigurationError` elsewhere."""
+    if name in _APART:
+        place, checkout = "benchmarks.", Path(__file__).resolve().parents[1]
+        if not (checkout / "benchmarks" / f"{name}.py").exists():
+            raise ConfigurationError(
+                f"`bench {name}` is not installed with the package, since pip would install other systems: clone the repository, and call it there."
+            )
+        sys.path.insert(0, str(checkout))
+    return importlib.import_module(place + name.replace("-", "_"))
 
 
 BENCH = bench(BENCHMARKS, "lightning_moe_ckpt.benchmarks._")

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from lightning_moe_ckpt.benchmarks import _peer_systems, _peers
+from benchmarks import peers, peers_systems
+from benchmarks.peers import Paired, PeerFigure, chosen, draw, ranked, row_of, write_page
+from benchmarks.peers_environments import interpreter_of
+from benchmarks.peers_fits import PeerKills
 from lightning_moe_ckpt.benchmarks._benchmark import Machine
-from lightning_moe_ckpt.benchmarks._peer_environments import interpreter_of
-from lightning_moe_ckpt.benchmarks._peer_fits import PeerKills
-from lightning_moe_ckpt.benchmarks._peers import Paired, PeerFigure, chosen, draw, ranked, row_of, write_page
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 
 TINY = [
@@ -84,7 +84,7 @@ def test_rounds_are_paired_around_turns_without_checkpoints() -> None:
         return SimpleNamespace(seconds=added + 0.1 * next(clock), beside_seconds=0.0, hook_seconds=0.0, nbytes=0)
 
     options = SimpleNamespace(**vars(OPTIONS), settle=4, steps=8, batch_size=1)
-    row = _peers._Row("dcp", options, (Path("folder"), Path("memory")))
+    row = peers._Row("dcp", options, (Path("folder"), Path("memory")))
     row.environment = SimpleNamespace(turn=lambda _: turn(5.0))  # type: ignore[assignment]
     for _ in range(3):
         row.take_round(lambda: turn(0.0))
@@ -146,7 +146,7 @@ def test_an_unknown_name_lists_all() -> None:
 
 def test_what_cannot_be_installed_says_pips_last_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An environment that is half made is made anew by the next start."""
-    monkeypatch.setitem(_peer_systems.REQUIREMENTS, "dlrover", (f"{tmp_path}/no-such-package.whl",))
+    monkeypatch.setitem(peers_systems.REQUIREMENTS, "dlrover", (f"{tmp_path}/no-such-package.whl",))
     for _ in range(2):
         with pytest.raises(CheckpointError, match=r"cannot be installed here: .*no-such-package"):
             interpreter_of("dlrover", tmp_path)

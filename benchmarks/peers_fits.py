@@ -34,6 +34,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
+from benchmarks.peers_systems import (
+    BESIDE_AGENT,
+    SYSTEMS,
+    LightningSaving,
+    die_with_parent,
+    dlrover_agent,
+    forget,
+    rests,
+)
 from lightning_moe_ckpt.benchmarks._fits import (
     BenchModel,
     HandOver,
@@ -46,15 +55,6 @@ from lightning_moe_ckpt.benchmarks._fits import (
     own_memory,
     patient_storage,
     quiet_lightning,
-)
-from lightning_moe_ckpt.benchmarks._peer_systems import (
-    BESIDE_AGENT,
-    SYSTEMS,
-    LightningSaving,
-    die_with_parent,
-    dlrover_agent,
-    forget,
-    rests,
 )
 from lightning_moe_ckpt.benchmarks._variants import SavingEvery
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback

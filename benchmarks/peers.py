@@ -25,11 +25,11 @@ from typing import Any
 
 from rich.console import RenderableType
 
+from benchmarks.peers_environments import Environment, default_place, interpreter_of
+from benchmarks.peers_fits import PeerFit, PeerKills, PeerTurn
+from benchmarks.peers_systems import REQUIREMENTS, SYSTEMS
 from lightning_moe_ckpt.benchmarks._benchmark import Machine, Progress, rewritten, rounds_of, table_of
 from lightning_moe_ckpt.benchmarks._fits import ModelSize, bench_folders
-from lightning_moe_ckpt.benchmarks._peer_environments import Environment, default_place, interpreter_of
-from lightning_moe_ckpt.benchmarks._peer_fits import PeerFit, PeerKills, PeerTurn
-from lightning_moe_ckpt.benchmarks._peer_systems import REQUIREMENTS, SYSTEMS
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 
 _BASE = "none"

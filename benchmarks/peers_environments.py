@@ -17,13 +17,13 @@ from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any, cast
 
-from lightning_moe_ckpt.benchmarks._peer_fits import PeerFit, PeerKills, PeerTurn
-from lightning_moe_ckpt.benchmarks._peer_systems import REQUIREMENTS
+from benchmarks.peers_fits import PeerFit, PeerKills, PeerTurn
+from benchmarks.peers_systems import REQUIREMENTS
 from lightning_moe_ckpt.errors import CheckpointError
 
 _INSTALLING = timedelta(minutes=10)
 _ANSWERING = timedelta(minutes=5)
-_PACKAGE = Path(__file__).resolve().parents[2]
+_PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def default_place() -> Path:
@@ -67,7 +67,7 @@ class Environment:
 
     def __init__(self, python: str, names: Sequence[str], folder: Path) -> None:
         path = os.pathsep.join([str(_PACKAGE), *filter(None, [os.environ.get("PYTHONPATH")])])
-        code = "import sys; from lightning_moe_ckpt.benchmarks._peer_fits import serve; serve(sys.argv[1])"
+        code = "import sys; from benchmarks.peers_fits import serve; serve(sys.argv[1])"
         self._log, self._bare_nbytes = folder / "log", cast("int | None", None)
         with Listener(str(folder / "socket"), "AF_UNIX") as listener, self._log.open("wb") as log:
             self._process = subprocess.Popen(  # noqa: S603  # our own command
