@@ -35,7 +35,7 @@ from lightning_moe_ckpt.snapshot import _filling
 MAX_LINES, MAX_MODULES = 76_729, 275
 MAX_SESSION_MODULES, MAX_SESSION_IMPORTS = 11, 17  # two of them are the logger and the units
 MAX_HOMONYMS, MAX_MODULE_HOMONYMS = 0, 1
-MAX_ATTRIBUTES = {"Report": 36}
+MAX_ATTRIBUTES = {"Report": 36, "SharedArguments": 22}
 """Attributes of the classes that have more than 20."""
 MAX_OLD_WORDS = 5
 MAX_DOWN, MAX_UP = (25, 14), (24, 13)

@@ -59,7 +59,7 @@ from lightning_moe_ckpt.inspection._simulations import planned, simulation_answe
 from lightning_moe_ckpt.inspection._verify import Verdict
 from lightning_moe_ckpt.inspection._verify import verify as read_everything
 from lightning_moe_ckpt.launch import DENSIFY
-from lightning_moe_ckpt.native import Finding, examine
+from lightning_moe_ckpt.native import Examined, examine
 from lightning_moe_ckpt.planning._forecast import forecast_run, placed_copies
 from lightning_moe_ckpt.storage import (
     Backend,
@@ -374,12 +374,12 @@ def _interrupted_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _states(found: Sequence[Check | Finding]) -> Table:
+def _states(found: Sequence[Check | Examined]) -> Table:
     """Return a table of findings; only findings on this machine come with advice."""
     table = plain_table("what", "state", "found", wraps="found")
     table.columns[-1].max_width = _PROSE
     for each in found:
-        advice = f"\nto do: {each.advice}" if isinstance(each, Finding) and each.advice else ""
+        advice = f"\nto do: {each.advice}" if isinstance(each, Examined) and each.advice else ""
         table.add_row(each.name, Text(each.state, _STYLES[each.state]), each.found + advice)
     return table
 

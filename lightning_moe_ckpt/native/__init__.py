@@ -13,7 +13,7 @@ from lightning_moe_ckpt.native._choice import compress_gradients as compress_gra
 from lightning_moe_ckpt.native._choice import create_engine as create_engine
 from lightning_moe_ckpt.native._choice import measure_bandwidth as measure_bandwidth
 from lightning_moe_ckpt.native._choice import replay_adam as replay_adam
-from lightning_moe_ckpt.native._doctor import Finding as Finding
+from lightning_moe_ckpt.native._doctor import Examined as Examined
 from lightning_moe_ckpt.native._doctor import examine as examine
 from lightning_moe_ckpt.native._engine import Column as Column
 from lightning_moe_ckpt.native._engine import Copy as Copy

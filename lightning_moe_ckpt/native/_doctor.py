@@ -31,7 +31,7 @@ _SMALL_NBYTES = 2**30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
+class Examined:
     """Result of an examination."""
 
     name: str
@@ -42,7 +42,7 @@ class Finding:
     """Remedy; empty if nothing needs to change."""
 
 
-def examine() -> list[Finding]:
+def examine() -> list[Examined]:
     """Examine everything; takes well under a second."""
     return [
         *_parts(),
@@ -58,11 +58,11 @@ def examine() -> list[Finding]:
     ]
 
 
-def _parts() -> list[Finding]:
+def _parts() -> list[Examined]:
     rebuild = "install again with a compiler at hand; `pip install -v` shows what it says"
     advice = {"cpu": rebuild, "cuda": "" if not torch.cuda.is_available() else rebuild}
     return [
-        Finding(
+        Examined(
             name=f"compiled {part.part.upper()} part",
             state="good" if part.active else "absent",
             found=part.reason if part.active else f"not in use, torch does its work: {part.reason}",
@@ -72,7 +72,7 @@ def _parts() -> list[Finding]:
     ]
 
 
-def _devices() -> list[Finding]:
+def _devices() -> list[Examined]:
     """Return a finding per device on the CUDA part; none if the part is not in use."""
     library = cuda()
     if library is None:
@@ -80,14 +80,14 @@ def _devices() -> list[Finding]:
     return [_device(library, torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
 
 
-def _device(library: Library, device: torch.device) -> Finding:
+def _device(library: Library, device: torch.device) -> Examined:
     verdicts = {use: verdict(use, library, device) for use in USES}
     failures = [f"{use}: {found.failure}" for use, found in verdicts.items() if found.failure is not None]
     seconds = sum(found.seconds for found in verdicts.values())
     if not failures:
         found = f"{', '.join(USES)} give the bits of their twins, checked in {1e3 * seconds:.0f} ms"
-        return Finding(name=f"CUDA part on {device}", state="good", found=found)
-    return Finding(
+        return Examined(name=f"CUDA part on {device}", state="good", found=found)
+    return Examined(
         name=f"CUDA part on {device}",
         state="slower",
         found=f"fails its check, torch does this work: {'; '.join(failures)}",
@@ -95,16 +95,16 @@ def _device(library: Library, device: torch.device) -> Finding:
     )
 
 
-def _compiler() -> Finding:
+def _compiler() -> Examined:
     path = shutil.which(os.environ.get("CXX", "g++"))
     if path is None:
-        return Finding(
+        return Examined(
             name="C++ compiler", state="absent", found="no g++, and CXX names none", advice="needed to build"
         )
-    return Finding(name="C++ compiler", state="good", found=f"{path}, {_first_line([path, '--version'])}")
+    return Examined(name="C++ compiler", state="good", found=f"{path}, {_first_line([path, '--version'])}")
 
 
-def _cuda_compiler() -> Finding:
+def _cuda_compiler() -> Examined:
     homes = [Path(os.environ[name]) / "bin" for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
     found = [shutil.which("nvcc", path=str(home)) for home in homes]
     found += [os.environ.get("NVCC"), shutil.which("nvcc")]
@@ -114,8 +114,8 @@ def _cuda_compiler() -> Finding:
     found += [str(path) for folder in folders for path in Path(folder).glob("cu*/bin/nvcc")]
     path = next((path for path in found if path), None)
     if path is None:
-        return Finding(name="CUDA compiler", state="absent", found="no nvcc", advice="needed to build the CUDA part")
-    return Finding(name="CUDA compiler", state="good", found=path)
+        return Examined(name="CUDA compiler", state="absent", found="no nvcc", advice="needed to build the CUDA part")
+    return Examined(name="CUDA compiler", state="good", found=path)
 
 
 def _first_line(command: list[str]) -> str:
@@ -123,23 +123,23 @@ def _first_line(command: list[str]) -> str:
     return (done.stdout or done.stderr).partition("\n")[0]
 
 
-def _driver() -> Finding:
+def _driver() -> Examined:
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     if devices:
-        return Finding(name="CUDA devices", state="good", found=", ".join(devices))
+        return Examined(name="CUDA devices", state="good", found=", ".join(devices))
     if _DRIVER.exists():
-        return Finding(
+        return Examined(
             name="CUDA devices",
             state="absent",
             found=f"{_DRIVER.read_text().partition(chr(10))[0]}; torch {torch.__version__} sees no device",
             advice="install a torch built for this driver",
         )
-    return Finding(name="CUDA devices", state="absent", found="no NVIDIA driver on this machine")
+    return Examined(name="CUDA devices", state="absent", found="no NVIDIA driver on this machine")
 
 
-def _shared_memory() -> Finding:
+def _shared_memory() -> Examined:
     if not (_SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK)):
-        return Finding(
+        return Examined(
             name="shared memory",
             state="slower",
             found=f"{_SHARED_MEMORY} is not there or cannot be written; rings go to the temporary directory",
@@ -147,7 +147,7 @@ def _shared_memory() -> Finding:
         )
     stats = os.statvfs(_SHARED_MEMORY)
     size, free = stats.f_blocks * stats.f_frsize, stats.f_bavail * stats.f_frsize
-    return Finding(
+    return Examined(
         name="shared memory",
         state="good" if size >= _SMALL_NBYTES else "slower",
         found=f"{size_text(free)} of {size_text(size)} free in {_SHARED_MEMORY}",
@@ -155,10 +155,10 @@ def _shared_memory() -> Finding:
     )
 
 
-def _locked_memory() -> Finding:
+def _locked_memory() -> Examined:
     soft, hard = (_limit(value) for value in resource.getrlimit(resource.RLIMIT_MEMLOCK))
     short = "unlimited" not in (soft, hard) and torch.cuda.is_available()
-    return Finding(
+    return Examined(
         name="locked memory",
         state="slower" if short else "good",
         found=soft if soft == hard else f"{soft}, may be raised to {hard}",
@@ -170,24 +170,24 @@ def _limit(value: int) -> str:
     return "unlimited" if value == resource.RLIM_INFINITY else size_text(value)
 
 
-def _huge_pages() -> Finding:
+def _huge_pages() -> Examined:
     path = _HUGE_PAGES / "shmem_enabled"
     if not path.exists():
-        return Finding(name="huge pages", state="absent", found="the kernel has none for shared memory")
+        return Examined(name="huge pages", state="absent", found="the kernel has none for shared memory")
     chosen = path.read_text().partition("[")[2].partition("]")[0]
     state: PartState = "good" if chosen in ("always", "within_size", "advise") else "absent"
-    return Finding(name="huge pages", state=state, found=f"{chosen} for shared memory")
+    return Examined(name="huge pages", state=state, found=f"{chosen} for shared memory")
 
 
-def _nodes() -> Finding:
-    return Finding(name="memory nodes", state="good", found=str(num_nodes()))
+def _nodes() -> Examined:
+    return Examined(name="memory nodes", state="good", found=str(num_nodes()))
 
 
-def _mapping_ahead() -> Finding:
+def _mapping_ahead() -> Examined:
     memory = torch.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), dtype=torch.uint8)
     if populate(memory.data_ptr(), memory.nbytes):
-        return Finding(name="mapping ahead", state="good", found="MADV_POPULATE_WRITE works")
-    return Finding(
+        return Examined(name="mapping ahead", state="good", found="MADV_POPULATE_WRITE works")
+    return Examined(
         name="mapping ahead",
         state="slower",
         found="the kernel has no MADV_POPULATE_WRITE; the first copies into a ring are slow",

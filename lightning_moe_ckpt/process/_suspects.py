@@ -78,7 +78,7 @@ class Messages:
     """Called with `RECEIVED` or `MADE` and the tensors of each message."""
 
 
-class Verdict(NamedTuple):
+class Judgement(NamedTuple):
     """What plays of a step tell of those who played."""
 
     ranks: tuple[int, ...] = ()
@@ -95,7 +95,7 @@ Plays: TypeAlias = Mapping[int, Mapping[int, Sequence[Trace]]]
 An owner's are the step that counts, its repetitions, and last that from the bytes that were sent to others."""
 
 
-def judge(plays: Plays, replica: Callable[[int], int]) -> Verdict:
+def judge(plays: Plays, replica: Callable[[int], int]) -> Judgement:
     """Return whom repeated plays show to be at fault; `replica` returns a rank's replica, which is wrong as a whole if one rank is."""
     by_role: dict[int, dict[int, Sequence[Trace]]] = {}
     for player, roles in plays.items():
@@ -104,7 +104,7 @@ def judge(plays: Plays, replica: Callable[[int], int]) -> Verdict:
     for owner, traces_of in by_role.items():
         own, others = traces_of[owner], [each for rank, some in traces_of.items() if rank != owner for each in some]
         if others and all(each == own[0] != own[-1] for each in own[:-1]) and all(each == own[-1] for each in others):
-            return Verdict(harmless=f"a step of rank {owner} depends on where its batch lies in memory")
+            return Judgement(harmless=f"a step of rank {owner} depends on where its batch lies in memory")
     varied = {
         player
         for player, roles in plays.items()
@@ -112,15 +112,15 @@ def judge(plays: Plays, replica: Callable[[int], int]) -> Verdict:
         if any(_odd({0: traces[0], 1: each}) for each in traces[1:])
     }
     if len({replica(rank) for rank in varied}) > 1:
-        return Verdict(
+        return Judgement(
             harmless="steps differ on one and the same device, on several ranks: some kernel is not deterministic"
         )
     if varied:
         played = [traces for rank in varied for traces in plays[rank].values()]
         again = any(len(traces) - max(map(traces.count, traces)) > 1 for traces in played)
-        return Verdict(tuple(sorted(varied)), sticky=again)
+        return Judgement(tuple(sorted(varied)), sticky=again)
     odd = {rank for traces_of in by_role.values() for rank in _odd({who: some[0] for who, some in traces_of.items()})}
-    return Verdict(tuple(sorted(odd)), sticky=True)
+    return Judgement(tuple(sorted(odd)), sticky=True)
 
 
 def _odd(traces: Mapping[int, Trace]) -> set[int]:

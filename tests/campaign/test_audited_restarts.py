@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from campaign._campaign import Campaigns
+from campaign._in_place import no_place, train_and_die
 from campaign._training import Checkpointing, Setup
-from campaign.test_stages_alone import TOPOLOGIES, Counted, Editing, chain, check
+from campaign.test_in_place import check_killed
+from campaign.test_stages_alone import TOPOLOGIES, Counted, Editing, chain
 from lightning_moe_ckpt.testing import Kill
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
@@ -36,7 +39,7 @@ KILLS = [Kill(phase="after_backward", batches=4, rank=1), Kill(phase="batch_end"
 )
 def test_killed_trainings_are_audited(campaigns: Campaigns, setup: Setup) -> None:
     """Nothing is audited while steps are repeated; a warning, or a finding, would fail this."""
-    campaigns.check(setup, *KILLS)
+    campaigns.check(setup, *(replace(kill, rank=min(kill.rank, setup.world_size - 1)) for kill in KILLS))
 
 
 @pytest.mark.parametrize(
@@ -51,4 +54,6 @@ def test_audited_stages_recover_alone(campaigns: Campaigns, setup: Counted, plac
     """A step is watched anew once a rank is new, by all ranks."""
     checkpointing = Checkpointing(policy="sparse", window=3, order="popularity", arguments=AUDITED)
     setup = replace(setup, batches=24, checkpointing=checkpointing)
-    check(campaigns, setup, chain(places, [(at + 1) % setup.world_size for at in range(len(places))]))
+    deaths = chain(places, [(at + 1) % setup.world_size for at in range(len(places))])
+    fit = partial(train_and_die, setup, deaths, no_place)
+    check_killed(campaigns, setup, fit=fit, deaths=len(deaths), same_seed=True, timeout=300.0)
