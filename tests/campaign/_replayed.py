@@ -106,7 +106,7 @@ class Again:
                 with closing(open_backend(url)) as backend:
                     view = RunView.open(backend)
                     found = [each.generation.step for each in view.generations() if each.usable]
-                if any(0 < step <= self.step for step in found):
+                if any(step <= self.step and (step > 0 or not self.seconds) for step in found):
                     return view
             except NoUsableGeneration:
                 pass
