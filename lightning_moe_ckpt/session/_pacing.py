@@ -150,6 +150,8 @@ class _Quiet(deque[float]):
         """Number of the newest step."""
         self.mean = self.longest = 0.0
         """Mean seconds with long steps cut to `longest`, and the cut, in seconds."""
+        self.compared = self.longer = 0.0
+        """Seconds of steps compared with these, and by which they were longer."""
 
     def add(self, seconds: float, step: int) -> None:
         """Note a step."""
@@ -259,8 +261,8 @@ class MeasuredSteps:
         """Seconds by which steps were longer while captures and tiers worked; presumed by `share` where steps were not compared."""
         self.share: float | None = None
         """Part of these steps by which they were longer, here or, until known, in earlier starts; `None` for unknown."""
-        self._charged = self._beside = self._compared = self._longer = 0.0
-        """Seconds charged to captures and tiers; of such steps, of those compared with quiet ones, and by which the latter were longer."""
+        self._charged = self._beside = 0.0
+        """Seconds charged to captures and tiers, and seconds of steps beside their work."""
         self._marks: list[tuple[float, float]] = [(0.0, 0.0)]
         """Past states of the account: seconds of training, and seconds that checkpoints had cost."""
 
@@ -298,8 +300,9 @@ class MeasuredSteps:
         if self._waiting and len(basis := self._basis) >= _SOME_STEPS:
             while self._waiting:
                 self._compare(basis, *self._waiting.popleft())
-        unknown = self._beside - self._compared
-        self.slowed = self._charged if self.share is None else max(0.0, self._longer) + self.share * unknown
+        quiet, share = self._quiet, self.share
+        unknown = self._beside - quiet.compared
+        self.slowed = self._charged if share is None else max(0.0, quiet.longer) + share * unknown
 
     @property
     def _basis(self) -> _Quiet:
@@ -314,8 +317,8 @@ class MeasuredSteps:
         """
         more, captures = basis.more(body), self.captures
         if basis is self._quiet:
-            self._compared, self._longer = self._compared + body, self._longer + more
-            self.share = max(0.0, self._longer) / self._compared
+            basis.compared, basis.longer = basis.compared + body, basis.longer + more
+            self.share = max(0.0, basis.longer) / basis.compared
         if captured and not touched:
             captures.longer.append(more)
         through_captures = (more if not touched else captures.longer.mean()) if captured else 0.0

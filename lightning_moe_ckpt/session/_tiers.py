@@ -355,7 +355,11 @@ class Tiers:
         if lane.gathered and (lane.gathered[-1].ends_batch or not window.is_link):
             self._hand_over(lane)
         if not window.is_link:
-            lane.chain = None if (not lane.idle and len(lane.given) >= _BASES_IN_LINE) else []
+            # A base that storage has in line keeps a generation's memory: of two, none would be left for the next window.
+            second = lane.last_base in lane.given and not lane.worker.takes_links
+            passed_by = not lane.idle and (second or len(lane.given) >= _BASES_IN_LINE)
+            lane.chain = None if passed_by else []
+            lane.last_base = lane.last_base if passed_by else window.generation
         elif lane.chain is not None and len(lane.given) >= _LINKS_IN_LINE:
             lane.chain = None
             log.warning("%s does not keep up with differences, and gets none until the next base", lane.worker.name)

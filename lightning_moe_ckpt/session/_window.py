@@ -190,6 +190,8 @@ class TierLane:
     """Whether the window before attempted a whole generation, and the tier still has no base."""
     chain: list[GenerationId] | None = None
     """Given generations that differences may follow on, oldest first; `None` if differences wait for the next base."""
+    last_base: GenerationId | None = None
+    """Newest base of differences given to the tier."""
     supersedes: GenerationId | None = None
     """Newest generation complete on all ranks, while the worker still keeps its predecessors."""
     gathered: list[Window] = field(default_factory=list)
