@@ -44,8 +44,18 @@ class Examined:
 
 def examine() -> list[Examined]:
     """Examine everything; takes well under a second."""
-    devices = [*_parts(), *_devices(), _compiler(), _cuda_compiler(), _driver()]
-    return [*devices, _shared_memory(), _locked_memory(), _huge_pages(), _nodes(), _mapping_ahead()]
+    return [
+        *_parts(),
+        *_devices(),
+        _compiler(),
+        _cuda_compiler(),
+        _driver(),
+        _shared_memory(),
+        _locked_memory(),
+        _huge_pages(),
+        _nodes(),
+        _mapping_ahead(),
+    ]
 
 
 def _parts() -> list[Examined]:
@@ -64,7 +74,8 @@ def _parts() -> list[Examined]:
 
 def _devices() -> list[Examined]:
     """Return a finding per device on the CUDA part; none if the part is not in use."""
-    if (library := cuda()) is None:
+    library = cuda()
+    if library is None:
         return []
     return [_device(library, torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
 
@@ -85,7 +96,8 @@ def _device(library: Library, device: torch.device) -> Examined:
 
 
 def _compiler() -> Examined:
-    if (path := shutil.which(os.environ.get("CXX", "g++"))) is None:
+    path = shutil.which(os.environ.get("CXX", "g++"))
+    if path is None:
         return Examined(
             name="C++ compiler", state="absent", found="no g++, and CXX names none", advice="needed to build"
         )
@@ -100,7 +112,8 @@ def _cuda_compiler() -> Examined:
     of_pip = find_spec("nvidia")
     folders = of_pip.submodule_search_locations or [] if of_pip is not None else []
     found += [str(path) for folder in folders for path in Path(folder).glob("cu*/bin/nvcc")]
-    if (path := next((path for path in found if path), None)) is None:
+    path = next((path for path in found if path), None)
+    if path is None:
         return Examined(name="CUDA compiler", state="absent", found="no nvcc", advice="needed to build the CUDA part")
     return Examined(name="CUDA compiler", state="good", found=path)
 
@@ -111,7 +124,8 @@ def _first_line(command: list[str]) -> str:
 
 
 def _driver() -> Examined:
-    if devices := [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]:
+    devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    if devices:
         return Examined(name="CUDA devices", state="good", found=", ".join(devices))
     if _DRIVER.exists():
         return Examined(
