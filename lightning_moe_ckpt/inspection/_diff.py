@@ -23,9 +23,10 @@ from torch import Tensor
 
 from lightning_moe_ckpt.errors import Corrupt, NoUsableGeneration
 from lightning_moe_ckpt.inspection._answers import Answer, Row, kind_of, plain_table, select
-from lightning_moe_ckpt.inspection._assemble import BUFFER, JOURNAL, PARAM, PRESENT, Assembler, StoredTensor
+from lightning_moe_ckpt.inspection._assemble import BUFFER, Assembler, StoredTensor
 from lightning_moe_ckpt.journal import decode_journal, differs
 from lightning_moe_ckpt.recovery import Replicas
+from lightning_moe_ckpt.snapshot import JOURNAL, PARAM, PRESENT
 from lightning_moe_ckpt.storage import (
     CONSTANTS,
     Backend,

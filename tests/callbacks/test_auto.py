@@ -198,7 +198,7 @@ def test_markers_are_read_only_for_a_choice(tmp_path: Path, monkeypatch: pytest.
         return original(view, commit, rank)
 
     monkeypatch.setattr(RunView, "read_marker", noted)
-    with closing(open_backend(tmp_path)) as backend:
+    with closing(open_backend(str(tmp_path))) as backend:
         view = RunView.open(backend)
         document, _ = profile_of(view, needs={"speeds.host_host"})
         assert (read, document["model"]) == ([], {})
