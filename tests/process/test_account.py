@@ -151,7 +151,8 @@ def test_a_later_start_presumes_what_an_earlier_one_has_measured(clocks: Clocks)
         clocks.step(first, step)
     left, warm_up = Balance.read(bytes(page)), 5 * 2 * 0.85
     assert left is not None
-    assert (left.share, left.warm_up) == (0.25, pytest.approx(warm_up))
+    assert left.share == 0.25
+    assert left.warm_up == pytest.approx(warm_up)
     assert read_account({"goodput": first.document()}) == Balance(
         clocks.now, 79, Goodput(**rounded(left.goodput)), left.share, left.warm_up
     )
