@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -157,7 +158,7 @@ def test_a_later_start_presumes_what_an_earlier_one_has_measured(clocks: Clocks)
         clocks.now, 79, Goodput(**rounded(left.goodput)), left.share, left.warm_up
     )
     for start in (80, 90):
-        clocks.beside.slowed, clocks.beside.share = 0.0, None
+        clocks.beside.slowed, clocks.beside.share = 0.0, cast("float | None", None)
         again = clocks.account(Balance.of(left.plain()))
         again.begin(start, start, clocks.beside)
         assert clocks.beside.share == 0.25
