@@ -1,4 +1,4 @@
-"""Measure the cost of checkpoints in training speed: each policy, in memory only and with storage, beside other systems.
+"""Measure the cost of checkpoints in training speed: each policy, in memory only and with storage.
 
 Fits of the same model take turns, in another order in each round, and before each turn the fit without checkpoints has a turn.
 The difference of two such turns, which met nearly the same machine, is the cost per step; its median over the rounds is
@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from rich.console import RenderableType
 from typing_extensions import Self, override
@@ -147,7 +146,6 @@ class _Fit:
                 callbacks=[measured, *beside, *([checkpoint] if checkpoint is not None else [])],
                 max_steps=total_steps,
                 enable_checkpointing=checkpoint is not None,
-                plugins=[AsyncCheckpointIO()] if self.variant.system == "lightning" else None,
             )
             # One batch more than it takes, so that no epoch ends.
             trainer.fit(model, random_tokens(size, ranks * (total_steps + 1)))
@@ -204,10 +202,9 @@ class _Turns(Callback):
         self._warm_up, self._steps, self._period = options.warm_up, options.steps, options.settle + options.steps
         self._variant, self._gate, self._hand_over = variant, gate, hand_over
         self._checkpoint = checkpoint if isinstance(checkpoint, CheckpointCallback) else None
-        self._peer = checkpoint if self._checkpoint is None else None
         meter_of = getattr(options, "meter", None)
-        self._meter = meter_of(variant, self._peer) if meter_of is not None else None
-        self._before: _Before
+        self._meter = meter_of(variant, checkpoint) if meter_of is not None else None
+        self._before: Report | None
         self._clocks: list[_Clocks] = []
         self._skipping: list[bool] = []
 
@@ -224,31 +221,30 @@ class _Turns(Callback):
             torch.cuda.synchronize()  # the host runs ahead of the device, by a step or more
         if within == 0:
             self._clocks, self._skipping = [], []
-            self._before = self._read()
+            self._before = self._report()
             if self._meter is not None:
                 self._meter.begin()  # takes a while, so before the first clock is read
         self._clocks.append(_Clocks(time.perf_counter(), time.thread_time(), time.process_time()))
         self._skipping.append(self._variant.skips(trainer.global_step))
         if within == self._steps:
-            after = self._read()
+            after = self._report()
             if self._checkpoint is not None and not self._variant.memory_only:
                 self._checkpoint.wait_committed()
             states = [each for state in trainer.optimizers[0].state.values() for each in state.values()]
             held = sum(each.nbytes for each in states if isinstance(each, torch.Tensor))
             shared = [path.stat() for path in Path(os.environ["MOE_CKPT_SHARED_MEMORY"]).rglob("*")]
             pages = sum(512 * each.st_blocks for each in shared)
-            self._hand_over(Turn(self._costs(after), after.report, held, pages))
+            self._hand_over(Turn(self._costs(after), after, held, pages))
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._gate.open()
 
-    def _read(self) -> _Before:
-        report = None if self._checkpoint is None else self._checkpoint.report
-        return _Before(report, getattr(self._peer, "seconds", 0.0))
+    def _report(self) -> Report | None:
+        return None if self._checkpoint is None else self._checkpoint.report
 
-    def _costs(self, after: _Before) -> StepCosts:
-        first, last, before = self._clocks[0], self._clocks[-1], self._before
+    def _costs(self, after: Report | None) -> StepCosts:
+        first, last = self._clocks[0], self._clocks[-1]
         num_steps = len(self._clocks) - 1
         steps = [end.wall - start.wall for start, end in pairwise(self._clocks)]
         idle = [seconds for seconds, skipped in zip(steps, self._skipping, strict=False) if skipped]
@@ -259,24 +255,15 @@ class _Turns(Callback):
             thread_seconds=(last.thread - first.thread) / num_steps,
             process_seconds=(last.process - first.process) / num_steps,
             metered=self._meter.end(num_steps) if self._meter is not None else {},
-            **_gained(before, after, num_steps),
+            **_gained(self._before, after, num_steps),
         )
 
 
-class _Before(NamedTuple):
-    """Sums so far; differences of two are costs."""
-
-    report: Report | None
-    peer_seconds: float
-
-
-def _gained(earlier: _Before, later: _Before, num_steps: int) -> dict[str, Any]:
-    """Return the fields of `StepCosts` that follow from reports, or from a peer's notes."""
-    before, after = earlier.report, later.report
+def _gained(before: Report | None, after: Report | None, num_steps: int) -> dict[str, Any]:
+    """Return the fields of `StepCosts` that follow from reports."""
     if before is None or after is None:
-        nothing = dict.fromkeys(("device_stall_seconds", "generations_complete", "generations_committed"), 0)
-        in_hooks = (later.peer_seconds - earlier.peer_seconds) / num_steps
-        return {"stall_seconds": {}, "overhead_seconds": in_hooks, **nothing}
+        names = ("device_stall_seconds", "overhead_seconds", "generations_complete", "generations_committed")
+        return {"stall_seconds": {}, **dict.fromkeys(names, 0)}
     on_device = sum(after.device_stall_seconds.values()) - sum(before.device_stall_seconds.values())
     waited = {cause: seconds - before.stall_seconds.get(cause, 0.0) for cause, seconds in after.stall_seconds.items()}
     return {
