@@ -32,7 +32,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from rich.console import RenderableType
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from lightning_moe_ckpt.benchmarks._benchmark import Progress, accelerator_for, medians, rounds_of, table_of
 from lightning_moe_ckpt.benchmarks._fits import (
@@ -293,10 +293,6 @@ class FitRanks(ExitStack):
             taker.begin()
         first, *_ = [taker.end() for taker in self._takers]
         return first
-
-    @override
-    def __enter__(self) -> Self:
-        return self
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,7 @@ something else.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
@@ -161,8 +161,3 @@ def odd_holders(digests: Mapping[int, str]) -> tuple[int, ...]:
     if number == len(digests):
         return ()
     return tuple(sorted(rank for rank, digest in digests.items() if digest != most or 2 * number <= len(digests)))
-
-
-def shown(ranks: Collection[int], hosts: Sequence[str]) -> str:
-    """Return ranks with their hosts, in words."""
-    return " and ".join(f"rank {rank} on {hosts[rank]}" if hosts else f"rank {rank}" for rank in ranks)

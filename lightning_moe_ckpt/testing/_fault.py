@@ -232,20 +232,14 @@ class RandomFaults:
             index += 1
 
     def _scheduled(self, index: int, time: float, number: random.Random, world_size: int) -> ScheduledFault:
-        kind = number.choice(list(self.kinds))
-        rank = number.randrange(world_size)
+        kind, drawn = number.choice(list(self.kinds)), number.randrange(world_size)
         phase = number.choice(list(self.phases))
-        if phase in {"commit", "reclaim"}:
-            rank = 0
-        in_steps = self.unit == "steps"
-        fault = replace(
-            kind,
-            rank=kind.rank if kind.rank == "all" else rank,
-            step=int(time) if in_steps else 0,
-            phase=phase if in_steps else "batch_start",
-        )
+        rank = kind.rank if kind.rank == "all" else 0 if phase in _COORDINATOR_ONLY else drawn
         name = f"random {self.seed}:{index}"
-        return ScheduledFault(name=name, fault=fault, seconds=None if in_steps else time)
+        if self.unit == "seconds":
+            fault = replace(kind, rank=rank, step=0, phase="batch_start")
+            return ScheduledFault(name=name, fault=fault, seconds=time)
+        return ScheduledFault(name=name, fault=replace(kind, rank=rank, step=int(time), phase=phase))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,8 +8,9 @@ dropped. The step that counts is digested in the same places, so it is audited i
 from __future__ import annotations
 
 import sys
+import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
@@ -29,7 +30,7 @@ from xxhash import xxh3_64_intdigest
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.fit._run import FitSession
 from lightning_moe_ckpt.journal import HeldGenerator, capture_rng, decode, encode, restore_rng
-from lightning_moe_ckpt.operators import LoadCounter, OperatorSet
+from lightning_moe_ckpt.operators import OperatorSet
 from lightning_moe_ckpt.parallel._upstream import digests_of
 from lightning_moe_ckpt.process import MADE, Messages, Trace
 
@@ -105,11 +106,6 @@ def gradients_aside(module: nn.Module) -> Iterator[None]:
             param.grad = grad
 
 
-def hold_counts() -> list[Callable[[], None]]:
-    """Return functions to restore the present counts of tokens: a play is no step."""
-    return [undo for counter in [*LoadCounter.installed] for undo in counter.hold()]
-
-
 def play_step(trainer: Trainer, module: LightningModule, arguments: tuple[Any, ...]) -> None:
     """Run a step's forward and backward, and nothing else that belongs to a step."""
     if getattr(trainer.strategy, "pipeline_parallel", 1) > 1:
@@ -141,12 +137,8 @@ class Asked(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves
 
 def _is_logged() -> bool:
     """Return whether Lightning is reducing a logged value."""
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if "logger_connector" in frame.f_code.co_filename:
-            return True
-    return False
+    stack = traceback.walk_stack(sys._getframe())
+    return any("logger_connector" in frame.f_code.co_filename for frame, _ in stack)
 
 
 class Role:
