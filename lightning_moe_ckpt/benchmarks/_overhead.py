@@ -1,11 +1,10 @@
 """Measure the cost of checkpoints in training speed: each policy, in memory only and with storage.
 
 Fits of the same model take turns, in another order in each round, and before each turn the fit without checkpoints has a turn.
-The difference of two such turns, which met nearly the same machine, is the cost per step; its median over the rounds is
-reported. The first turn of a fit has a warm-up in which generation 0 is written, the window planned, and the ring filled for
-the first time. Before a fit pauses between two turns, complete generations are stored, so that the machine is free for others;
-each later turn therefore begins with unmeasured steps, which fill the pipeline again. In memory only means that storage rests
-once it has generation 0.
+Two such turns meet nearly the same machine; their difference is the cost per step, and the median over the rounds is reported.
+Unmeasured steps begin each turn: in the first generation 0 is written, the window planned and the ring filled; in later ones the
+pipeline is filled again, since complete generations are stored before a pause, so that the machine is free for others. In memory
+only means that storage rests once it has generation 0.
 
 A step is the time from one `on_train_batch_end` to the next, so that everything between counts, whichever hook or
 thread it is spent in. A round's mean step gives the throughput; its median step leaves out the steps that waited longest.
@@ -123,7 +122,7 @@ class _Fit:
     num_turns: int
     rank: int
     port: int
-    """Port at which the ranks meet."""
+    """Port of the ranks' meeting."""
 
     def __call__(self, hand_over: HandOver[Turn]) -> None:
         """Train, and call `hand_over` at every turn's end."""

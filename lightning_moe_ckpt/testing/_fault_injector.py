@@ -1,8 +1,7 @@
 """Inject faults into the training that the callback is part of, by a script or at random.
 
-The arguments and the record of earlier processes alone decide which faults strike, never random state of the process, so
-that training with faults differs from training without them only by the faults. `Effects` does what each kind of fault does to
-this process, its node, its memory and its storage.
+The arguments and the record of earlier processes alone decide about faults, never random state of the process, so that training
+with faults differs from training without them only by the faults. `Effects` acts on this process, its node, its memory and its storage.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ from lightning_moe_ckpt.tiers import shared_directory, shared_name, this_domain
 log = logging.getLogger(__name__)
 
 _NODE_PATIENCE = 30.0
-"""Seconds that nodes which are lost together wait for each other."""
+"""Seconds that nodes lost together wait for each other."""
 
 _one_stop = threading.Lock()
 
@@ -278,7 +277,7 @@ class Effects:
     # -- who is here
 
     def join(self) -> Record:
-        """Return the line by which other ranks can end this process and its node.
+        """Return the line that lets other ranks end this process and its node.
 
         Its `files` are patterns for the run's files in this node's shared memory: this rank's rings, and replicas for other ranks.
         """
@@ -302,9 +301,7 @@ class Effects:
         return own is not None and _leader_of(lost, own) == self._record.rank
 
     def strike(self, name: str, fault: Fault, step: int) -> str:
-        """Carry out the fault. Does not return if the fault ends this process. Return its outcome as text; empty if the kind says
-        everything.
-        """
+        """Carry out the fault, and return its outcome as text, empty if the kind says everything, unless it ends this process."""
         if fault.kind in LASTING:
             self._begin(LastingFault(name=name, fault=fault, step=step, since=time.time()))
         elif fault.kind == "sigkill":
@@ -408,11 +405,7 @@ class Effects:
 
 
 def stop(seconds: float | None) -> None:
-    """SIGSTOP this process. Returns once it goes on: after `seconds`, by a helper process, or, for `None`, when others send
-    SIGCONT.
-
-    Stops in several threads come one after the other, each for its full time.
-    """
+    """SIGSTOP this process until a helper process or, for `None`, another one sends SIGCONT. Stops in several threads take turns."""
     own = os.getpid()
     with _one_stop:
         if seconds is None:

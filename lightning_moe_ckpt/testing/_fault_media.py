@@ -49,9 +49,9 @@ class LastingFault:
     name: str
     fault: Fault
     step: int
-    """Step at which the fault began."""
+    """First step of the fault."""
     since: float
-    """Seconds since 1970 at which the fault began, so that the fault can outlast a process."""
+    """Start in seconds since 1970, so that the fault can outlast a process."""
     calls: int = 0
     """Calls of storage that the fault delayed or failed in this attempt."""
     held: TakenMemory | WrongProducts | None = None
@@ -78,9 +78,7 @@ class LastingFault:
 
 
 class StorageFaults:
-    """Faults around every call of this process's storage; `reached` is called before every call that is a phase, with its
-    generation's step.
-    """
+    """Faults around every call of this process's storage; `reached` gets phase and generation's step before a call that is one."""
 
     def __init__(
         self, active: Callable[[], Sequence[LastingFault]], reached: Callable[[FaultPhase, int], None]
@@ -193,9 +191,8 @@ def _copies(directory: Path, tag: str) -> Iterator[tuple[Path, MemoryName, Memor
 
 
 class TakenMemory:
-    """The free memory of a tmpfs, taken by a file without a name, which ends with the process at the latest.
-
-    `most_nbytes` is a limit for the sake of other users of this machine.
+    """The free memory of a tmpfs, taken by a file without a name until `release`, or the process's end. `most_nbytes` is for the sake of
+    other users of this machine.
     """
 
     def __init__(self, directory: Path, most_nbytes: int) -> None:

@@ -1,7 +1,6 @@
-"""Write down a campaign of faults, and sum it up: one file of JSON lines per rank, which outlives every process.
+"""Write down a campaign of faults, and sum it up: one file of JSON lines per rank, outliving every process.
 
-The line of a fault is synced before the fault happens, so that no fault is forgotten: the next start of the job reads here
-which faults have struck already.
+The line of a fault is synced before the fault happens, so that the next start of the job knows of it.
 
 ETTR, the effective training time ratio, is productive time over wall time. Productive is the time of steps that were
 kept: a step that was trained again after a failure counts once, by its last run; restarts, restores and waiting for the
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 FOLDER_VARIABLE = "MOE_CKPT_FAULTS"
 Event = Literal["start", "join", "train", "step", "fault", "struck", "over", "removed", "end"]
-"""`start`: a fit begins. `join`: who the process is, once the run is open. `train`: training begins. `step`: an optimizer
+"""`start`: a fit begins. `join`: the process's id and node, once the run is open. `train`: training begins. `step`: an optimizer
 step ended. `fault`: one is about to strike. `struck`: its outcome. `over`: it has ended. `removed`: files of a lost node.
 `end`: the fit ended by itself."""
 
@@ -102,7 +101,7 @@ class FaultTally:
     deaths: int
     """Starts of the job that they ended."""
     survived: int
-    """Number of these after which training went on."""
+    """Number of these that training went on after."""
     steps_lost: int
     """Steps that had to be trained again."""
     seconds_lost: float

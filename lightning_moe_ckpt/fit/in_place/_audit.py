@@ -1,15 +1,15 @@
-"""Audit steps: compare what ranks should hold alike, and have a step done twice, on another rank where there is one.
+"""Audit steps: compare the state that ranks should hold alike, and have a step done twice, on another rank where there is one.
 
-Ranks that train data-parallel copies of one model have the same weights, so any of them can do what another one does. In an
-audited step, before its own, each rank plays the role of the rank at some distance (another node's, where there is one). Expert-parallel
-ranks and stages do so together. Digests of the gradients of both are compared before the optimizer steps. Where they differ, the
-step is done again, by its owner, by who played it, and by a third, and `judge` names who is wrong. All of that is undone.
+Ranks that train data-parallel copies of one model have the same weights, so any of them can do another one's work. In an
+audited step, before its own, each rank plays the role of the rank at some distance (another node's, where there is one).
+Expert-parallel ranks and stages do so together. Digests of the gradients of both are compared before the optimizer steps. Where
+they differ, owner, player and a third rank do the step again, and `judge` names the rank at fault. All of that is undone.
 
-A run begins with a step that is only watched: whether it could be undone. Another one is played by all, by its owner too: where the
-owner's own repetition differs, kernels are not deterministic; where other ranks differ, a step depends on its rank. Neither is a fault, and
-nothing is compared then that never was equal.
+A run begins with a step that is only watched: whether it could be undone. Another one is played by all, by its owner too: where
+the owner's own repetition differs, kernels are not deterministic; where other ranks differ, a step depends on its rank. Neither
+is a fault, and distances and operators that never were equal are not compared later.
 
-Invariant: what is trained with audits has the bits of what is trained without.
+Invariant: training with audits has the bits of training without.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ _Turn = Literal["watched", "first", "ordinary"]
 
 
 class Audits:
-    """Audits of one fit's steps, at every step that `every` divides; what is found is `figures`."""
+    """Audits of one fit's steps, at every step that `every` divides."""
 
     def __init__(
         self, trainer: Trainer, module: LightningModule, run: FitSession, *, every: int, on_fault: OnFault
     ) -> None:
         self._trainer, self._module, self._run, self._every, self._on_fault = trainer, module, run, every, on_fault
         self.clock: HookClock = run.clock
-        """Clock of hooks, to which audits count."""
+        """Clock of hooks, audits included."""
         self.figures = AuditFigures()
         """Audits so far."""
         self._session: CheckpointSession | None = None
         self._turn: _Turn = "watched"
         self._step = -1
         self._trusted: set[int] = set()
-        """Distances at which all ranks have agreed before."""
+        """Distances of plays that have agreed before, on all ranks."""
         self._known: set[str] = set()
         """Operators whose state is known to differ."""
         self._watch: Watch | None = None
@@ -172,13 +172,13 @@ class Audits:
         return int(self._run.session.job.groups.dp_size)
 
     def _at(self, distance_: int) -> int:
-        """Return the rank that holds what this one holds, so many replicas further."""
+        """Return the rank with this one's part of the model, so many replicas further."""
         groups = self._run.session.job.groups
         peers = groups.ranks("expert_data")
         return peers[(groups.dp_rank + distance_) % len(peers)]
 
     def _distances(self) -> list[int]:
-        """Return the distances at which roles are played: in ordinary audits the first one, in the others all."""
+        """Return the distances of players from owners: ordinary audits use the first one, others all."""
         groups = self._run.session.job.groups
         first = distance(self._run.sessions.hosts, groups.stage_size, groups.ep_size)
         return [first, first % (self._replicas - 1) + 1] if self._replicas > 2 else [first]
@@ -251,7 +251,7 @@ class Audits:
         return [f"a step asks other ranks ({names}), whose roles change places in an audit"] if names else []
 
     def _played(self, sent: bytes) -> Play:
-        """Play a role from what was sent of it, one's own from nothing, and undo it all."""
+        """Play a role from its bytes, one's own from none, and undo it all."""
         assert self._attempt is not None
         assert self._role is not None
         counts = [undo for counter in [*LoadCounter.installed] for undo in counter.hold()]  # a play is no step
@@ -297,7 +297,7 @@ class Audits:
         return finding, trusted and finding is None
 
     def _triage(self, own: Play) -> Finding | None:
-        """Do the step again on its rank, on that which played it, and on a third, and judge. Collective."""
+        """Do the step again on its owner, on its player, and on a third rank, and judge. Collective."""
         assert self._role is not None
         rank, distances = self._exchange.rank, self._distances()
         watch = Watch(self._module)
@@ -375,7 +375,7 @@ class Audits:
             self._run.sessions.condemn(finding.ranks, finding.text, ends=self._on_fault == "stop")
 
     def _say_cost(self) -> None:
-        """Say what audits cost, two steps behind the first one."""
+        """Log the cost of audits, two steps behind the first one."""
         now, spent = time.perf_counter(), self.figures.seconds
         if self._pace is None and self.figures.audits == 1 and self._turn == "ordinary":
             self._pace = now, spent
