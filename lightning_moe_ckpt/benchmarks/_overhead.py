@@ -61,16 +61,16 @@ from lightning_moe_ckpt.testing._attempts import elastic_environment, free_port
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepCosts:
-    """Costs of a step, over the steps that are measured."""
+    """Costs per step, over the steps that are measured."""
 
     mean_seconds: float
     median_seconds: float
     idle_seconds: float | None
-    """Mean of the steps without a capture; `None` where there is no such step."""
+    """Mean over steps without a capture; `None` where there is no such step."""
     thread_seconds: float
-    """CPU time of the training thread, mean."""
+    """CPU time in the training thread, mean."""
     process_seconds: float
-    """CPU time of all threads, mean."""
+    """CPU time in all threads, mean."""
     stall_seconds: dict[str, float]
     """Time the training thread waited, mean, by cause; empty without checkpoints."""
     device_stall_seconds: float
@@ -81,7 +81,7 @@ class StepCosts:
     generations_committed: int
     """Whenever storage has finished a generation, it is given the newest complete generation."""
     metered: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Further costs per step, by kind and name, of the option `meter`; empty without."""
+    """Further costs per step, by kind and name, from the option `meter`; empty without."""
 
 
 class Turn(NamedTuple):
@@ -117,12 +117,12 @@ class _Fit:
     variant: Variant
     url: str
     memory: Path
-    """Folder on a tmpfs that is the shared memory of the node."""
+    """Folder on a tmpfs, the node's shared memory."""
     options: SimpleNamespace
     num_turns: int
     rank: int
     port: int
-    """Port of the ranks' meeting."""
+    """Port for the ranks to meet."""
 
     def __call__(self, hand_over: HandOver[Turn]) -> None:
         """Train, and call `hand_over` at every turn's end."""
@@ -188,7 +188,7 @@ class _Clocks(NamedTuple):
 
 
 class _Turns(Callback):
-    """Measure the last steps of every turn. It goes before the checkpoint callback in the list."""
+    """Measure every turn's last steps. It goes before the checkpoint callback in the list."""
 
     def __init__(
         self,
@@ -275,7 +275,7 @@ def _gained(before: Report | None, after: Report | None, num_steps: int) -> dict
 
 
 class FitRanks(ExitStack):
-    """The processes of one variant, whose turns begin and end together."""
+    """One variant's processes, whose turns begin and end together."""
 
     def __init__(self, variant: Variant, url: str, memory: Path, options: SimpleNamespace, num_turns: int) -> None:
         super().__init__()
@@ -287,7 +287,7 @@ class FitRanks(ExitStack):
             self._takers.append(self.enter_context(TurnTaker(fit)))
 
     def take(self) -> Turn:
-        """Give all ranks a turn and return that of the first; every rank waits for the slowest in each step."""
+        """Give all ranks a turn and return the first one's; every rank waits for the slowest in each step."""
         for taker in self._takers:
             taker.begin()
         first, *_ = [taker.end() for taker in self._takers]
@@ -321,9 +321,9 @@ class OverheadFigure(StepCosts):
     dense_nbytes: int
     """Bytes of a full snapshot; 0 without checkpoints of this package."""
     state_nbytes: int
-    """Bytes of the optimizer's tensors on the first rank."""
+    """Bytes in the optimizer's tensors on the first rank."""
     shared_nbytes: int
-    """Bytes of shared memory per rank."""
+    """Shared memory per rank."""
     rounds: list[StepCosts]
 
 
@@ -408,7 +408,6 @@ def _beside(costs: StepCosts) -> float:
 
 
 def medians_by_kind(rounds: Sequence[StepCosts]) -> dict[str, dict[str, float]]:
-    """Return the medians of `metered`."""
     return {kind: medians_by_name([run.metered[kind] for run in rounds]) for kind in rounds[0].metered}
 
 

@@ -1,7 +1,7 @@
 """Name the ranks that compute or hold other bits than the ranks that should have the same, from tables that all ranks have.
 
 A *role* is one rank's part of a step: its batch, random state and buffers. Its owner plays it in the step that counts, other
-ranks play it for comparison. A *trace* is left by one play of a role: the digests of all messages sent and received, in their
+ranks play it for comparison. A *trace* is left by one play: the digests of all messages sent and received, in their
 order, and last the digest of its gradients. Where two traces part at a received message, another rank was wrong first. So of
 ranks that depend on each other (stages, holders of each other's experts) only the one is named whose own work parted from
 another rank's result for the same role.
@@ -21,7 +21,7 @@ from torch import Tensor
 OnFault = Literal["warn", "restart", "stop"]
 
 RECEIVED, MADE = 0, 1
-"""Kinds of digests in a trace: of a message from another rank, and of this rank's own results."""
+"""Kinds of digests in a trace: for a message from another rank, and for this rank's own results."""
 _MOST_DISTANCES = 65
 
 Trace: TypeAlias = Sequence[Sequence[int]]
@@ -33,15 +33,15 @@ class Finding:
     """Bits that differ between ranks that should have the same; equal on all ranks."""
 
     step: int
-    """Number of the optimizer step's boundary whose ranks differed."""
+    """Optimizer step, numbered as its boundary, in which the ranks differed; for a state, the boundary."""
     check: Literal["state", "compute"]
-    """Name of the check that has found it."""
+    """Check that has found it."""
     ranks: tuple[int, ...]
     """Ranks at fault: one where it can be told, else all that may be."""
     nodes: tuple[str, ...]
-    """Host names of these ranks, each once."""
+    """These ranks' host names, each once."""
     operators: tuple[str, ...]
-    """Names of operators with differing state or gradients, in the order of the model."""
+    """Operators with differing state or gradients, in the model's order."""
     sticky: bool
     """Whether the same work, done again, differed again; a state is as it is."""
     text: str
@@ -50,12 +50,12 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class AuditFigures:
-    """Audits of one incarnation, the same on all ranks apart from seconds."""
+    """One incarnation's audits, the same on all ranks apart from seconds."""
 
     audits: int = 0
     """Number of audits with a result."""
     audited: int | None = None
-    """Step of the newest clean audit of this incarnation; `None` before one."""
+    """Step of this incarnation's newest clean audit; `None` before one."""
     findings: tuple[Finding, ...] = ()
     """All findings, oldest first."""
     seconds: float = 0.0
@@ -71,10 +71,10 @@ class AuditFigures:
 
 
 class Messages:
-    """Messages of this rank in forward and backward, to others and from them, while somebody listens."""
+    """This rank's messages in forward and backward, to others and from them, while somebody listens."""
 
     listener: ClassVar[Callable[[int, Sequence[Tensor]], None] | None] = None
-    """Called with `RECEIVED` or `MADE` and the tensors of each message."""
+    """Called with `RECEIVED` or `MADE` and each message's tensors."""
 
 
 class Judgement(NamedTuple):
@@ -89,7 +89,7 @@ class Judgement(NamedTuple):
 
 
 Plays: TypeAlias = Mapping[int, Mapping[int, Sequence[Trace]]]
-"""Traces by the rank that played and the owner of the role, in the order of the plays.
+"""Traces by the rank that played and the role's owner, in the plays' order.
 
 An owner's are the step that counts, its repetitions, and last that from the bytes that were sent to others."""
 
@@ -155,7 +155,7 @@ def distance(hosts: Sequence[str], stage_size: int, ep_size: int) -> int:
 
 
 def odd_holders(digests: Mapping[int, str]) -> tuple[int, ...]:
-    """Return the ranks whose copy of a state is not the majority's; without a majority, all; empty if all are equal."""
+    """Return the ranks whose copy is not the majority's; without a majority, all; empty if all are equal."""
     (most, number), *_ = Counter(digests.values()).most_common(1)
     if number == len(digests):
         return ()

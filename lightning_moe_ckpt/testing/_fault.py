@@ -26,15 +26,15 @@ CopyAtRest = Literal["storage", "ring", "replica"]
 STORAGE_PHASES = frozenset({"persist", "marker", "commit", "reclaim"})
 """Phases that storing threads reach, at a call of the backend."""
 NODE_LOSSES = frozenset({"node_loss", "rack_loss"})
-"""Kinds that every rank waits for, since one rank of each node ends it."""
+"""Kinds that every rank waits for, since one rank on each node ends it."""
 FATAL = NODE_LOSSES | {"sigkill"}
 """Kinds that make the job start again."""
 OF_STORAGE = frozenset({"slow_storage", "storage_errors", "full_disk"})
-"""Kinds that last for a time and act on calls of the backend."""
+"""Kinds that last for a time and act on storage."""
 LASTING = OF_STORAGE | {"full_shared_memory", "wrong_products"}
 FLIPS = frozenset({"flip_parameter", "flip_moment", "flip_gradient", "flip_activation"})
 SILENT = FLIPS | {"wrong_products"}
-"""Kinds that change numbers of training, and raise nothing."""
+"""Kinds that change numbers in training, and raise nothing."""
 _COORDINATOR_ONLY = frozenset({"commit", "reclaim"})
 _OPTIONS = {
     "sigstop": {"seconds"},
@@ -169,7 +169,7 @@ def fail_at(
     kind: FaultKind = "sigkill",
     **options: Any,
 ) -> Fault:
-    """Return a fault at one place of training.
+    """Return a fault at one place in training.
 
     Args:
         rank: rank that it strikes.
@@ -252,7 +252,7 @@ class ScheduledFault:
 
 
 class Schedule:
-    """Faults of a script and of a random campaign for one rank, without those that have struck already, named in `fired`."""
+    """Faults from a script and a random campaign for one rank, without those that have struck already, named in `fired`."""
 
     def __init__(
         self,

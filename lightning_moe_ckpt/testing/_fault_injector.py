@@ -1,4 +1,4 @@
-"""Inject faults into the training that the callback is part of, by a script or at random.
+"""Inject faults into the callback's own training, by a script or at random.
 
 The arguments and the record of earlier processes alone decide about faults, never random state of the process, so that training
 with faults differs from training without them only by the faults. `Effects` acts on this process, its node, its memory and its storage.
@@ -201,7 +201,7 @@ class _Campaign:
         self._thread.start()
 
     def reached(self, phase: FaultPhase) -> None:
-        """Strike the faults due at a phase of training."""
+        """Strike the faults due at a phase."""
         step = self._trainer.global_step
         if phase == "batch_end" and step != self._step:
             self._step = step
@@ -293,7 +293,7 @@ class Effects:
     # -- striking
 
     def concerns(self, fault: Fault) -> bool:
-        """Return whether this process carries out the fault. For nodes and racks, one rank of each lost node does."""
+        """Return whether this process carries out the fault. For nodes and racks, one rank on each lost node does."""
         if fault.kind not in NODE_LOSSES:
             return True
         lost = self._lost(fault)
@@ -327,7 +327,7 @@ class Effects:
         return flip_memory_bit(shared_directory(), tag, fault.at_rest, rank, draws)
 
     def _lost(self, fault: Fault) -> list[Record]:
-        """Return the lines of the lost processes, as they joined last."""
+        """Return the lost processes' lines, as they joined last."""
         joins = ([line for line in lines if line["event"] == "join"] for _, lines in read_ranks(self._record.folder))
         everybody = [own[-1] for own in joins if own]
         if fault.rank == "all":
@@ -340,7 +340,7 @@ class Effects:
         return next((member["node"] for member in lost if member["rank"] == self._record.rank), None)
 
     def _lose_node(self, name: str, lost: Sequence[Record], node: str) -> None:
-        """End all processes of `node`, this one among them, and remove its files. Does not return."""
+        """End all processes on `node`, this one among them, and remove its files. Does not return."""
         here, folder = [member for member in lost if member["node"] == node], self._record.folder
         ready = {
             each: folder / f"{re.sub('[^0-9A-Za-z]', '-', name)}.node{_leader_of(lost, each):05d}.lost"
@@ -390,7 +390,7 @@ class Effects:
             self._record.write("over", name=each.name, step=step, calls=each.calls)
 
     def of_storage(self) -> list[LastingFault]:
-        """Return the faults of storage that are active now."""
+        """Return the storage faults that are active now."""
         with self._lock:
             return [each for each in self._lasting if each.fault.kind in OF_STORAGE and not each.over(-1)]
 
@@ -415,7 +415,7 @@ def stop(seconds: float | None) -> None:
 
 
 def _leader_of(lost: Sequence[Record], node: str) -> int:
-    """Return the rank in charge of ending its node."""
+    """Return the rank that ends its node."""
     return min(int(member["rank"]) for member in lost if member["node"] == node)
 
 

@@ -68,7 +68,7 @@ class FaultRecord:
 
 
 def read_ranks(folder: Path) -> Iterator[tuple[int, list[Record]]]:
-    """Yield rank and lines of every file in `folder`, by rank."""
+    """Yield rank and lines from every file in `folder`, by rank."""
     for path in sorted(folder.glob("rank*.jsonl")):
         yield int(path.stem.removeprefix("rank")), read_lines(path)
 
@@ -101,7 +101,7 @@ class FaultTally:
     deaths: int
     """Starts of the job that they ended."""
     survived: int
-    """Number of these that training went on after."""
+    """Deaths that training went on after."""
     steps_lost: int
     """Steps that had to be trained again."""
     seconds_lost: float
@@ -188,7 +188,7 @@ class _Attempt:
             for before, line in pairwise(step_lines)
             if line["event"] == "step"
         }
-        """Seconds of each step."""
+        """Seconds in each step."""
         ended = [line["time"] for line in step_lines if line["event"] == "step"]
         self.first_step_time: float | None = ended[0] if ended else None
         self.last_time: float = max([self.start, *ended])
@@ -217,7 +217,7 @@ def _tallies(faults: Sequence[Record], attempts: Sequence[_Attempt]) -> Iterator
 
 
 def _loss(attempt: _Attempt, later: Sequence[_Attempt]) -> tuple[bool, int, float]:
-    """Return whether training went on after an attempt, the number of its steps that were trained again, and seconds until then."""
+    """Return whether training went on after an attempt, how many of its steps were trained again, and seconds until then."""
     for following in later:
         if following.first_step_time is not None:
             again = len(attempt.steps.keys() & following.steps.keys())

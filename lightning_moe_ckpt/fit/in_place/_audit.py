@@ -40,7 +40,7 @@ log = rank_logger(__name__)
 
 _NAMED = 4
 _REPEATS = 4
-"""Repetitions of a step on a device, where kernels may differ rarely."""
+"""Repetitions on a device, where kernels may differ rarely."""
 _Turn = Literal["watched", "first", "ordinary"]
 """Purpose of the next step: to be watched, whether it can be undone; to be audited in more ways than later ones; to be audited if due."""
 
@@ -60,18 +60,18 @@ class Audits:
         self._turn: _Turn = "watched"
         self._step = -1
         self._trusted: set[int] = set()
-        """Distances of plays that have agreed before, on all ranks."""
+        """Distances at whose plays all ranks have agreed before."""
         self._known: set[str] = set()
         """Operators whose state is known to differ."""
         self._watch: Watch | None = None
         self._attempt: StepUndo | None = None
-        """State as the step began, of a step that is watched or audited."""
+        """State before the step that is watched or audited."""
         self._role: Role | None = None
         self._arguments: tuple[Any, ...] = ()
         self._sent: dict[int, bytes] = {}
-        """Roles of other ranks, by distance."""
+        """Other ranks' roles, by distance."""
         self._plays: dict[int, Play] = {}
-        """Plays in front of the step under way, by distance."""
+        """Plays before the step under way, by distance."""
         self._own: Play | None = None
         """The step under way, as it counts."""
         self._pace: tuple[float, float] | None = None
@@ -141,7 +141,7 @@ class Audits:
             self._turn = "first"
 
     def _reasons(self) -> Iterator[str]:
-        """Yield why steps of this module cannot be played."""
+        """Yield why steps cannot be played."""
         module = self._module
         if not module.automatic_optimization:
             yield "in manual optimization a step cannot be told from its optimizer"
@@ -172,13 +172,13 @@ class Audits:
         return int(self._run.session.job.groups.dp_size)
 
     def _at(self, distance_: int) -> int:
-        """Return the rank with this one's part of the model, so many replicas further."""
+        """Return the rank with the same part, so many replicas further."""
         groups = self._run.session.job.groups
         peers = groups.ranks("expert_data")
         return peers[(groups.dp_rank + distance_) % len(peers)]
 
     def _distances(self) -> list[int]:
-        """Return the distances of players from owners: ordinary audits use the first one, others all."""
+        """Return the distances between players and owners: ordinary audits use the first one, others all."""
         groups = self._run.session.job.groups
         first = distance(self._run.sessions.hosts, groups.stage_size, groups.ep_size)
         return [first, first % (self._replicas - 1) + 1] if self._replicas > 2 else [first]
@@ -228,7 +228,7 @@ class Audits:
         self._attempt = StepUndo(self._trainer, self._module, self._run, arguments, self._watch)
 
     def _received(self, distance_: int) -> bytes | None:
-        """Return the role of the rank at a distance; nothing for one's own, `None` if some rank's batch cannot be sent. Collective."""
+        """Return another rank's role; nothing for one's own, `None` if some rank's batch cannot be sent. Collective."""
         assert self._role is not None
         if distance_ == 0:
             return b""
@@ -265,7 +265,7 @@ class Audits:
         return play
 
     def _compare(self, own: Play) -> tuple[Finding | None, bool]:
-        """Compare the step that counts with plays of it, and look closer where they differ. Return whether it is known to be right. Collective."""
+        """Compare the step that counts with its plays, and look closer where they differ. Return whether it is known to be right. Collective."""
         first, distances = self._turn == "first", [*self._plays]
         rows = self._exchange.gather([play.trace[-1][1] for play in (own, *self._plays.values())])
         peers = cast("list[list[int]]", self._exchange.gather([self._at(each) for each in distances]))
@@ -328,7 +328,7 @@ class Audits:
         return self._finding("compute", verdict.ranks, self._operators(own), sticky=verdict.sticky)
 
     def _operators(self, own: Play) -> tuple[str, ...]:
-        """Return the operators whose gradients differ between the step that counts and plays of it. Collective."""
+        """Return the operators whose gradients differ between the step that counts and its plays. Collective."""
         played = [[self._at(each), play.gradients] for each, play in self._plays.items()]
         names = [operator.name for operator in self._run.session.job.operators]
         rows = cast("list[list[Any]]", self._exchange.gather_values([own.gradients, played, names]))
@@ -357,7 +357,7 @@ class Audits:
         self.figures = replace(self.figures, seconds=self.figures.seconds + time.perf_counter() - began)
 
     def _ended(self, finding: Finding | None, *, clean: bool = True) -> None:
-        """Note the result of an audit, and act on it. Raises `SilentFault` unless the run is to train on."""
+        """Note an audit's result, and act on it. Raises `SilentFault` unless the run is to train on."""
         figures = self.figures
         self.figures = replace(
             figures,

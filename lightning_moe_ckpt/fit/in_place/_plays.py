@@ -1,6 +1,6 @@
 """Play a rank's role in a step, on this rank or another one: forward and backward, leaving digests alone.
 
-The inputs of a step beside weights are its *role*: batch, random state, buffers, and attributes that training has changed. A role
+The inputs to a step beside weights are its *role*: batch, random state, buffers, and attributes that training has changed. A role
 travels as bytes. A play goes around strategy, hooks and optimizer: gradients are digested as backward makes them, before any reduction, and
 dropped. The step that counts is digested in the same places, so it is audited itself, under whatever strategy.
 """
@@ -39,7 +39,7 @@ _IN_ANY_ORDER = ("alltoall", "all_to_all", "send", "recv", "wait", "barrier", "b
 
 
 class Play:
-    """Digests of one forward and backward while entered: messages of this rank, and gradients of `module` by operator."""
+    """Digests of one forward and backward while entered: this rank's messages, and gradients in `module` by operator."""
 
     def __init__(self, module: LightningModule, operators: OperatorSet, *, keeps: bool = False) -> None:
         self._parts: dict[str, list[tuple[str, slice]]] = {}
@@ -67,7 +67,7 @@ class Play:
 
     @property
     def gradients(self) -> dict[str, int]:
-        """Digests of gradients by operator; those of micro-batches are added up, in whatever order they came."""
+        """Digests of gradients by operator, summed over micro-batches, in whatever order they came."""
         sums: dict[str, int] = {}
         for name, digest in self._made:
             sums[name] = (sums.get(name, 0) + int(digest)) % _WORD
@@ -75,7 +75,7 @@ class Play:
 
     @property
     def trace(self) -> Trace:
-        """Digests of messages in order, and behind them that of all gradients."""
+        """Digests of messages in order, and last that of all gradients."""
         made = xxh3_64_intdigest(repr(self.gradients).encode()) - _WORD // 2
         return [*([kind, int(digest)] for kind, digest in self._messages), [MADE, made]]
 
@@ -142,7 +142,7 @@ def _is_logged() -> bool:
 
 
 class Role:
-    """Inputs of this rank's step beside weights, as the step begins; `take_up` puts another rank's in their place."""
+    """Inputs to this rank's step beside weights, as the step begins; `take_up` puts another rank's in their place."""
 
     def __init__(self, trainer: Trainer, module: LightningModule, run: FitSession, arguments: tuple[Any, ...]) -> None:
         self._module, self._run, self._device = module, run, trainer.strategy.root_device
@@ -152,7 +152,7 @@ class Role:
             wrapper._sync_buffers()  # type: ignore[no-untyped-call]  # as forward is about to do
 
     def sent(self, *, buffers: bool) -> bytes:
-        """Return this rank's role. Raises `CodecError` for a batch with values of other types than a journal has."""
+        """Return this rank's role. Raises `CodecError` for a batch with values of types that a journal lacks."""
         batch = _plain(self._batch)
         random = dict(capture_rng(held=self._held()))
         if "cuda" in random:
@@ -162,13 +162,12 @@ class Role:
         return encode({**own, "buffers": dict(self._module.named_buffers()) if buffers else {}})
 
     def buffers_digest(self) -> int:
-        """Return a digest of all buffers."""
         found = [int(digest) for digest in digests_of([*self._module.buffers()])]
         return xxh3_64_intdigest(repr(found).encode()) - _WORD // 2
 
     @torch.no_grad()
     def take_up(self, sent: bytes) -> tuple[Any, ...]:
-        """Put everything in place for a role, and return the arguments of its step. The caller undoes that."""
+        """Put everything in place for a role, and return its step's arguments. The caller undoes that."""
         role = decode(sent)
         own = dict(self._module.named_buffers())
         for name, value in role["buffers"].items():
@@ -195,14 +194,14 @@ class Role:
 
 
 def _plain(batch: Any) -> Any:
-    """Return a batch as a type that can be sent, where it is a mapping or a dataclass of another one."""
+    """Return a batch as a type that can be sent, where it is another mapping, or a dataclass."""
     if is_dataclass(batch) and not isinstance(batch, type):
         return {field.name: getattr(batch, field.name) for field in fields(batch)}
     return dict(batch) if isinstance(batch, Mapping) and type(batch) is not OrderedDict else batch
 
 
 def _like(own: Any, batch: Any) -> Any:
-    """Invert `_plain`: return a batch of the type that this rank's own has."""
+    """Invert `_plain`: give a batch the type that this rank's own has."""
     if is_dataclass(own) and not isinstance(own, type):
         return replace(own, **batch)
     make: Any = type(own)
