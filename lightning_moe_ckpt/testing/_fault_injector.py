@@ -241,8 +241,7 @@ class _Campaign:
         self._record.write(
             "fault", sync=True, name=scheduled.name, kind=fault.kind, step=step, phase=phase, fault=fault.given()
         )
-        outcome = self._effects.strike(scheduled.name, fault, step)
-        if outcome:
+        if outcome := self._effects.strike(scheduled.name, fault, step):
             self._struck(scheduled.name, fault, outcome)
 
     def _struck(self, name: str, fault: Fault, outcome: str) -> None:
@@ -296,8 +295,7 @@ class Effects:
         """Return whether this process carries out the fault. For nodes and racks, one rank on each lost node does."""
         if fault.kind not in NODE_LOSSES:
             return True
-        lost = self._lost(fault)
-        own = self._own_node(lost)
+        own = self._own_node(lost := self._lost(fault))
         return own is not None and _leader_of(lost, own) == self._record.rank
 
     def strike(self, name: str, fault: Fault, step: int) -> str:
@@ -372,9 +370,8 @@ class Effects:
         over = {line["name"] for line in lines if line["event"] == "over"}
         for line in lines:
             if line["event"] == "fault" and line["kind"] in LASTING and line["name"] not in over:
-                lasting = LastingFault(
-                    name=line["name"], fault=Fault(**line["fault"]), step=line["step"], since=line["time"]
-                )
+                fault = Fault(**line["fault"])
+                lasting = LastingFault(name=line["name"], fault=fault, step=line["step"], since=line["time"])
                 if lasting.outlasts_process and not lasting.over(0):
                     self._begin(lasting)
 
@@ -405,7 +402,7 @@ class Effects:
 
 
 def stop(seconds: float | None) -> None:
-    """SIGSTOP this process until a helper process or, for `None`, another one sends SIGCONT. Stops in several threads take turns."""
+    """SIGSTOP this process until a helper, after `seconds`, or others, for `None`, send SIGCONT. Stops in several threads take turns."""
     own = os.getpid()
     with _one_stop:
         if seconds is None:

@@ -105,14 +105,12 @@ class StorageFaults:
             self._count(lasting)
             full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             raise StorageRefused(f"{call}: {full.strerror} (injected).") from full
-        if kind == "storage_errors" and self._drawn(lasting):
+        with self._lock:
+            drawn = kind == "storage_errors" and lasting.draws.random() < (lasting.fault.probability or 0.0)
+        if drawn:
             self._count(lasting)
             failed = OSError(errno.EIO, os.strerror(errno.EIO))
             raise StorageError(f"{call}: input/output error (injected).") from failed
-
-    def _drawn(self, lasting: LastingFault) -> bool:
-        with self._lock:
-            return lasting.draws.random() < (lasting.fault.probability or 0.0)
 
     def _delay(self, lasting: LastingFault, nbytes: int) -> None:
         fault = lasting.fault

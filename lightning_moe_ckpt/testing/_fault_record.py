@@ -207,13 +207,9 @@ def _tallies(faults: Sequence[Record], attempts: Sequence[_Attempt]) -> Iterator
         own = losses[kind]
         survived, steps, seconds = (sum(column) for column in zip(*own, strict=True)) if own else (0, 0, 0.0)
         yield FaultTally(
-            kind=kind,
-            injected=injected,
-            deaths=len(own),
-            survived=int(survived),
-            steps_lost=int(steps),
-            seconds_lost=seconds,
-        )
+            kind=kind, injected=injected, deaths=len(own),
+            survived=int(survived), steps_lost=int(steps), seconds_lost=seconds,
+        )  # fmt: skip
 
 
 def _loss(attempt: _Attempt, later: Sequence[_Attempt]) -> tuple[bool, int, float]:

@@ -97,7 +97,12 @@ class Audits:
         if not due or not self._exchange.all_agree(not sessions.now.replaying):
             return
         if self._turn == "watched":
-            self._begin_watched(arguments)
+            reasons = [*self._reasons()]
+            self._hold(arguments)
+            self._leave_out(reasons)
+            if self.figures.left_out:
+                self.close()
+                self._turn = "first"
         else:
             began += self._begin_audit(arguments)
             self._spent(began)
@@ -131,14 +136,6 @@ class Audits:
     @property
     def _exchange(self) -> Any:
         return self._run.session.job.exchange
-
-    def _begin_watched(self, arguments: tuple[Any, ...]) -> None:
-        reasons = [*self._reasons()]
-        self._hold(arguments)
-        self._leave_out(reasons)
-        if self.figures.left_out:
-            self.close()
-            self._turn = "first"
 
     def _reasons(self) -> Iterator[str]:
         """Yield why steps cannot be played."""
@@ -210,7 +207,12 @@ class Audits:
             more += (time.perf_counter() - began) * (each != distances[0])
         plain = self._replicas > 2 and session.job.groups.num_stages == 1
         if self._turn == "first" and plain and not self.figures.left_out:
-            self._leave_out(self._asked())
+            with Asked() as asked:
+                self._played(b"")
+            names = ", ".join(sorted(asked.found))
+            # Sums over ranks are rounded otherwise where ranks have changed places.
+            why = f"a step asks other ranks ({names}), whose roles change places in an audit"
+            self._leave_out([why] if names else [])
         session.forward_begins(self._run.sessions.last_step)  # what plays have counted is none of the step's
         if self.figures.left_out:
             self.close()
@@ -242,13 +244,6 @@ class Audits:
         if received is None:
             self._leave_out(reasons)
         return received
-
-    def _asked(self) -> list[str]:
-        """Return why roles cannot be exchanged: sums over ranks are rounded otherwise where ranks have changed places."""
-        with Asked() as asked:
-            self._played(b"")
-        names = ", ".join(sorted(asked.found))
-        return [f"a step asks other ranks ({names}), whose roles change places in an audit"] if names else []
 
     def _played(self, sent: bytes) -> Play:
         """Play a role from its bytes, one's own from none, and undo it all."""
