@@ -25,10 +25,11 @@ from lightning.pytorch import Callback
 from rich.console import Group, RenderableType
 
 from benchmarks.costs import Cost, Goal
+from benchmarks.peers_saving import OTHERS
 from lightning_moe_ckpt.benchmarks import _overhead
 from lightning_moe_ckpt.benchmarks._benchmark import Progress, table_of
 from lightning_moe_ckpt.benchmarks._overhead import OverheadFigure
-from lightning_moe_ckpt.benchmarks._variants import PEERS, VARIANTS, Variant
+from lightning_moe_ckpt.benchmarks._variants import VARIANTS, Variant
 from lightning_moe_ckpt.fit import FitSession
 
 _PROCESSES = Path("/proc")
@@ -184,22 +185,24 @@ class TurnMeter:
         }
 
 
-def _meter_of(variant: Variant, peer: Callback | None) -> TurnMeter | None:
-    return None if variant.system == "none" else TurnMeter(HookMeter(peer))
+def _meter_of(variant: Variant, checkpoint: Callback | None) -> TurnMeter | None:
+    return None if checkpoint is None else TurnMeter(HookMeter(checkpoint if variant.make is not None else None))
 
 
 def measure(options: SimpleNamespace, progress: Progress) -> list[OverheadFigure]:
     """Run the benchmark."""
-    chosen = {"variants": options.variants or ",".join([*_USUAL, *(f"{name}4" for name in PEERS)])}
-    return _overhead.measure(SimpleNamespace(**{**vars(options), **chosen, "meter": _meter_of}), progress)
+    chosen = {"variants": options.variants or ",".join([*_USUAL, *OTHERS])}
+    return _overhead.measure(
+        SimpleNamespace(**{**vars(options), **chosen, "others": OTHERS, "meter": _meter_of}), progress
+    )
 
 
 def table(figures: Sequence[OverheadFigure]) -> RenderableType:
     """Return a table with our policies, per step, and a table with other systems, per save."""
-    title, every = _overhead.title_of(figures), {name: max(1, variant.every) for name, variant in VARIANTS.items()}
-    peers = [figure for figure in figures if VARIANTS[figure.variant].system in PEERS]
-    ours = [figure for figure in figures[1:] if VARIANTS[figure.variant].system not in PEERS]
-    own = _table(f"{title}: microseconds per step", ours, dict.fromkeys(every, 1))
+    title, every = _overhead.title_of(figures), {name: max(1, variant.every) for name, variant in OTHERS.items()}
+    peers = [figure for figure in figures if figure.variant in OTHERS]
+    ours = [figure for figure in figures[1:] if figure.variant not in OTHERS]
+    own = _table(f"{title}: microseconds per step", ours, dict.fromkeys(VARIANTS, 1))
     others = [_table("The same of other systems: microseconds per save", peers, every)] if peers else []
     return Group(own, *others, *judged(figures))
 
@@ -218,7 +221,8 @@ def judged(figures: Sequence[OverheadFigure]) -> list[str]:
         if figure.added_idle_seconds is not None:
             judge(IDLE, figure.added_idle_seconds * 1e3)
     for name, figure in by_name.items():
-        if VARIANTS[name].system in ("sparse", "dense") and not VARIANTS[name].memory_only:
+        variant = VARIANTS.get(name)
+        if variant is not None and variant.system in ("sparse", "dense") and not variant.memory_only:
             share = figure.added_seconds / figures[0].mean_seconds
             lines.append(f"{name}, with storage: {share:.1%} of a step, goal at most 3%: {SHARE.outcome(share)}")
     return lines

@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks import differential
 from benchmarks.papers_plans import Rows, Way
 from benchmarks.papers_runs import alone
+from benchmarks.peers_saving import OTHERS
 from lightning_moe_ckpt.benchmarks import _overhead
 from lightning_moe_ckpt.benchmarks._fits import ModelSize
 from lightning_moe_ckpt.benchmarks._variants import VARIANTS
@@ -27,13 +28,14 @@ def _overheads(names: tuple[str, ...], full: bool, accelerator: str | None, dim:
     options = SimpleNamespace(
         accelerator=accelerator, variants=",".join(names), breakdown=False, ranks=1, expert_parallel=1,
         rounds=5 if full else 3, steps=16, settle=8, warm_up=28, precision="32-true", blocks=2, dim=dim, experts=16,
-        batch_size=16, url=None,
+        batch_size=16, url=None, others=OTHERS,
     )  # fmt: skip
     none, *figures = _overhead.measure(options, lambda *_: None)
+    variants = {**VARIANTS, **OTHERS}
     added = {figure.variant: figure.added_seconds for figure in figures}
     # Differences are of each step, and between two full states.
     return none.mean_seconds, {
-        name: seconds * (VARIANTS[name].every if VARIANTS[name].system != "differential" else 1)
+        name: seconds * (variants[name].every if variants[name].system != "differential" else 1)
         for name, seconds in added.items()
     }
 

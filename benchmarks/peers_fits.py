@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
+from benchmarks.peers_saving import SavingEvery
 from benchmarks.peers_systems import (
     BESIDE_AGENT,
     SYSTEMS,
@@ -56,7 +57,6 @@ from lightning_moe_ckpt.benchmarks._fits import (
     patient_storage,
     quiet_lightning,
 )
-from lightning_moe_ckpt.benchmarks._variants import SavingEvery
 from lightning_moe_ckpt.callbacks._base import CheckpointCallback
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.snapshot._shards import as_memoryview

@@ -30,15 +30,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # exporte
 from torch.distributed.checkpoint import state_dict_saver
 from typing_extensions import override
 
-from lightning_moe_ckpt.benchmarks._variants import (
-    DcpCheckpoint,
-    MeteredCheckpoint,
-    SavingEvery,
-    Variant,
-    checkpoint_of,
-    nbytes_of,
-    state_dicts,
-)
+from benchmarks.peers_saving import DcpCheckpoint, MeteredCheckpoint, SavingEvery, nbytes_of, state_dicts
+from lightning_moe_ckpt.benchmarks._variants import Variant, checkpoint_of
 
 _Place = Literal["memory", "storage"]
 

@@ -35,6 +35,7 @@ from typing_extensions import override
 from benchmarks.breakdown import CostMeter
 from benchmarks.costs import Goal
 from benchmarks.failure import failure_of
+from benchmarks.peers_saving import DcpCheckpoint, MeteredCheckpoint
 from benchmarks.segments import made_up_layout, records_of
 from benchmarks.steps import StepLines, lines_of
 from lightning_moe_ckpt._units import size_text
@@ -58,7 +59,6 @@ from lightning_moe_ckpt.benchmarks._fits import (
     quiet_lightning,
     random_tokens,
 )
-from lightning_moe_ckpt.benchmarks._variants import DcpCheckpoint, MeteredCheckpoint
 from lightning_moe_ckpt.callbacks import (
     DenseCheckpoint,
     PartialExpertCheckpoint,
@@ -115,7 +115,7 @@ PHASES = {
     "bytes and digests": [f"{_OURS}recovery._transfer:Transfer fill"],
     "plan": [f"{_OURS}snapshot:FileLayout __init__", f"{_OURS}planning:Planner settle"],
     "load": [
-        *(f"{_OURS}recovery._replay:Replay load", f"{_OURS}benchmarks._variants:DcpCheckpoint on_fit_start"),
+        *(f"{_OURS}recovery._replay:Replay load", "benchmarks.peers_saving:DcpCheckpoint on_fit_start"),
         f"{_OF_LIGHTNING}trainer.connectors.checkpoint_connector:_CheckpointConnector _restore_modules_and_callbacks",
     ],
     "second look or load": [f"{_OURS}recovery._replay:Replay reconcile"],

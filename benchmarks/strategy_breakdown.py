@@ -29,7 +29,7 @@ CPU per step of hooks and of what comes before backward, of copies into the flat
 waits: behind backward"""
 
 
-def _meter_of(variant: Variant, peer: Callback | None) -> TurnMeter:
+def _meter_of(variant: Variant, checkpoint: Callback | None) -> TurnMeter:
     return TurnMeter(CostMeter(_REDUCING))
 
 

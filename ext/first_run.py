@@ -37,6 +37,7 @@ from benchmarks import native
 from benchmarks.documents import write_document
 from benchmarks.native_goals import CopyScale, DeviceCopies, judge
 from benchmarks.native_kernels import Kernels
+from benchmarks.peers_saving import OTHERS
 from benchmarks.recovery import Precision, RecoveryFit, RecoveryLoss, RecoverySystem
 from lightning_moe_ckpt.benchmarks import _overhead
 from lightning_moe_ckpt.benchmarks._benchmark import (
@@ -424,7 +425,7 @@ def _trained(accelerator: Accelerator, keep: Keep) -> None:
     with bench_folders() as (_, memory):
         arguments += ["--url", memory.as_uri()]
         options = BENCH.commands["overhead"].make_context("overhead", arguments).params
-        keep(_overhead.measure(SimpleNamespace(**options), print, keep))
+        keep(_overhead.measure(SimpleNamespace(**options, others=OTHERS), print, keep))
 
 
 def _sanitized(tool: str) -> SectionWork:

@@ -471,7 +471,7 @@ _FITS: list[click.Parameter] = [
 ]
 BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what others leave behind
     "overhead": (
-        "What checkpoints add to a step, in memory only and with storage, beside other systems.",
+        "What checkpoints add to a step, in memory only and with storage.",
         [
             _option("--variants", "What is measured (default: the usual ones); a wrong name lists them.", "A,B"),
             number("--ranks", 1, "Processes of every fit."),

@@ -192,7 +192,7 @@ def one_thread() -> Iterator[None]:
 
 @contextmanager
 def quiet_lightning() -> Iterator[None]:
-    """Silence lines about devices and advice on loaders and on other checkpoints, which would bury the table."""
+    """Silence lines about devices and advice on loaders and on other checkpoints: they would bury the table."""
     loud = ("lightning.pytorch", "lightning.fabric")
     with ExitStack() as stack, warnings.catch_warnings():
         for name in loud:
@@ -234,7 +234,7 @@ def bench_folders(parent: Path | None = None) -> Iterator[tuple[Path, Path]]:
 class StorageGate:
     """Let large writes wait while it is closed, as on storage that hangs: memory alone works.
 
-    Pass `backend` to `storage.wrapping_backends`. Open it before a run ends, which waits until the last step is stored.
+    Pass `backend` to `storage.wrapping_backends`. Open it before a run ends: that waits until the last step is stored.
     """
 
     LARGE_NBYTES = 2**14
@@ -272,7 +272,7 @@ HandOver = Callable[[Result], None]
 
 _FORK = multiprocessing.get_context("fork")
 _PATIENCE = timedelta(seconds=60)
-"""Time for a process to leave by itself, which removes its shared memory."""
+"""Time for a process to leave by itself and remove its shared memory."""
 
 
 class TurnFailed(RuntimeError):
@@ -280,7 +280,7 @@ class TurnFailed(RuntimeError):
 
 
 class TurnTaker(Generic[Result]):
-    """A process that does `work` in turns, on one thread. It is forked at once, and has what this process has by then.
+    """A process that does `work` in turns, on one thread. It is forked at once, with this process's objects of that moment.
 
     Args:
         work: takes a function to call at every turn's end.

@@ -1,11 +1,10 @@
-"""Measure the cost of checkpoints in training speed: each policy, in memory only and with storage, beside other systems.
+"""Measure the cost of checkpoints in training speed: each policy, in memory only and with storage.
 
 Fits of the same model take turns, in another order in each round, and before each turn the fit without checkpoints has a turn.
-The difference of two such turns, which met nearly the same machine, is the cost per step; its median over the rounds is
-reported. The first turn of a fit has a warm-up in which generation 0 is written, the window planned, and the ring filled for
-the first time. Before a fit pauses between two turns, complete generations are stored, so that the machine is free for others;
-each later turn therefore begins with unmeasured steps, which fill the pipeline again. In memory only means that storage rests
-once it has generation 0.
+Two such turns meet nearly the same machine; their difference is the cost per step, and the median over the rounds is reported.
+Unmeasured steps begin each turn: in the first generation 0 is written, the window planned and the ring filled; in later ones the
+pipeline is filled again, since complete generations are stored before a pause, so that the machine is free for others. In memory
+only means that storage rests once it has generation 0.
 
 A step is the time from one `on_train_batch_end` to the next, so that everything between counts, whichever hook or
 thread it is spent in. A round's mean step gives the throughput; its median step leaves out the steps that waited longest.
@@ -30,10 +29,9 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from rich.console import RenderableType
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from lightning_moe_ckpt.benchmarks._benchmark import Progress, accelerator_for, medians, rounds_of, table_of
 from lightning_moe_ckpt.benchmarks._fits import (
@@ -63,16 +61,16 @@ from lightning_moe_ckpt.testing._attempts import elastic_environment, free_port
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepCosts:
-    """Costs of a step, over the steps that are measured."""
+    """Costs per step, over the steps that are measured."""
 
     mean_seconds: float
     median_seconds: float
     idle_seconds: float | None
-    """Mean of the steps without a capture; `None` where there is no such step."""
+    """Mean over steps without a capture; `None` where there is no such step."""
     thread_seconds: float
-    """CPU time of the training thread, mean."""
+    """CPU time in the training thread, mean."""
     process_seconds: float
-    """CPU time of all threads, mean."""
+    """CPU time in all threads, mean."""
     stall_seconds: dict[str, float]
     """Time the training thread waited, mean, by cause; empty without checkpoints."""
     device_stall_seconds: float
@@ -83,7 +81,7 @@ class StepCosts:
     generations_committed: int
     """Whenever storage has finished a generation, it is given the newest complete generation."""
     metered: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Further costs per step, by kind and name, of the option `meter`; empty without."""
+    """Further costs per step, by kind and name, from the option `meter`; empty without."""
 
 
 class Turn(NamedTuple):
@@ -119,12 +117,12 @@ class _Fit:
     variant: Variant
     url: str
     memory: Path
-    """Folder on a tmpfs that is the shared memory of the node."""
+    """Folder on a tmpfs, the node's shared memory."""
     options: SimpleNamespace
     num_turns: int
     rank: int
     port: int
-    """Port at which the ranks meet."""
+    """Port for the ranks to meet."""
 
     def __call__(self, hand_over: HandOver[Turn]) -> None:
         """Train, and call `hand_over` at every turn's end."""
@@ -147,7 +145,6 @@ class _Fit:
                 callbacks=[measured, *beside, *([checkpoint] if checkpoint is not None else [])],
                 max_steps=total_steps,
                 enable_checkpointing=checkpoint is not None,
-                plugins=[AsyncCheckpointIO()] if self.variant.system == "lightning" else None,
             )
             # One batch more than it takes, so that no epoch ends.
             trainer.fit(model, random_tokens(size, ranks * (total_steps + 1)))
@@ -191,7 +188,7 @@ class _Clocks(NamedTuple):
 
 
 class _Turns(Callback):
-    """Measure the last steps of every turn. It goes before the checkpoint callback in the list."""
+    """Measure every turn's last steps. It goes before the checkpoint callback in the list."""
 
     def __init__(
         self,
@@ -204,10 +201,9 @@ class _Turns(Callback):
         self._warm_up, self._steps, self._period = options.warm_up, options.steps, options.settle + options.steps
         self._variant, self._gate, self._hand_over = variant, gate, hand_over
         self._checkpoint = checkpoint if isinstance(checkpoint, CheckpointCallback) else None
-        self._peer = checkpoint if self._checkpoint is None else None
         meter_of = getattr(options, "meter", None)
-        self._meter = meter_of(variant, self._peer) if meter_of is not None else None
-        self._before: _Before
+        self._meter = meter_of(variant, checkpoint) if meter_of is not None else None
+        self._before: Report | None
         self._clocks: list[_Clocks] = []
         self._skipping: list[bool] = []
 
@@ -224,31 +220,30 @@ class _Turns(Callback):
             torch.cuda.synchronize()  # the host runs ahead of the device, by a step or more
         if within == 0:
             self._clocks, self._skipping = [], []
-            self._before = self._read()
+            self._before = self._report()
             if self._meter is not None:
                 self._meter.begin()  # takes a while, so before the first clock is read
         self._clocks.append(_Clocks(time.perf_counter(), time.thread_time(), time.process_time()))
         self._skipping.append(self._variant.skips(trainer.global_step))
         if within == self._steps:
-            after = self._read()
+            after = self._report()
             if self._checkpoint is not None and not self._variant.memory_only:
                 self._checkpoint.wait_committed()
             states = [each for state in trainer.optimizers[0].state.values() for each in state.values()]
             held = sum(each.nbytes for each in states if isinstance(each, torch.Tensor))
             shared = [path.stat() for path in Path(os.environ["MOE_CKPT_SHARED_MEMORY"]).rglob("*")]
             pages = sum(512 * each.st_blocks for each in shared)
-            self._hand_over(Turn(self._costs(after), after.report, held, pages))
+            self._hand_over(Turn(self._costs(after), after, held, pages))
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._gate.open()
 
-    def _read(self) -> _Before:
-        report = None if self._checkpoint is None else self._checkpoint.report
-        return _Before(report, getattr(self._peer, "seconds", 0.0))
+    def _report(self) -> Report | None:
+        return None if self._checkpoint is None else self._checkpoint.report
 
-    def _costs(self, after: _Before) -> StepCosts:
-        first, last, before = self._clocks[0], self._clocks[-1], self._before
+    def _costs(self, after: Report | None) -> StepCosts:
+        first, last = self._clocks[0], self._clocks[-1]
         num_steps = len(self._clocks) - 1
         steps = [end.wall - start.wall for start, end in pairwise(self._clocks)]
         idle = [seconds for seconds, skipped in zip(steps, self._skipping, strict=False) if skipped]
@@ -259,24 +254,15 @@ class _Turns(Callback):
             thread_seconds=(last.thread - first.thread) / num_steps,
             process_seconds=(last.process - first.process) / num_steps,
             metered=self._meter.end(num_steps) if self._meter is not None else {},
-            **_gained(before, after, num_steps),
+            **_gained(self._before, after, num_steps),
         )
 
 
-class _Before(NamedTuple):
-    """Sums so far; differences of two are costs."""
-
-    report: Report | None
-    peer_seconds: float
-
-
-def _gained(earlier: _Before, later: _Before, num_steps: int) -> dict[str, Any]:
-    """Return the fields of `StepCosts` that follow from reports, or from a peer's notes."""
-    before, after = earlier.report, later.report
+def _gained(before: Report | None, after: Report | None, num_steps: int) -> dict[str, Any]:
+    """Return the fields of `StepCosts` that follow from reports."""
     if before is None or after is None:
-        nothing = dict.fromkeys(("device_stall_seconds", "generations_complete", "generations_committed"), 0)
-        in_hooks = (later.peer_seconds - earlier.peer_seconds) / num_steps
-        return {"stall_seconds": {}, "overhead_seconds": in_hooks, **nothing}
+        names = ("device_stall_seconds", "overhead_seconds", "generations_complete", "generations_committed")
+        return {"stall_seconds": {}, **dict.fromkeys(names, 0)}
     on_device = sum(after.device_stall_seconds.values()) - sum(before.device_stall_seconds.values())
     waited = {cause: seconds - before.stall_seconds.get(cause, 0.0) for cause, seconds in after.stall_seconds.items()}
     return {
@@ -289,7 +275,7 @@ def _gained(earlier: _Before, later: _Before, num_steps: int) -> dict[str, Any]:
 
 
 class FitRanks(ExitStack):
-    """The processes of one variant, whose turns begin and end together."""
+    """One variant's processes, whose turns begin and end together."""
 
     def __init__(self, variant: Variant, url: str, memory: Path, options: SimpleNamespace, num_turns: int) -> None:
         super().__init__()
@@ -301,15 +287,11 @@ class FitRanks(ExitStack):
             self._takers.append(self.enter_context(TurnTaker(fit)))
 
     def take(self) -> Turn:
-        """Give all ranks a turn and return that of the first; every rank waits for the slowest in each step."""
+        """Give all ranks a turn and return the first one's; every rank waits for the slowest in each step."""
         for taker in self._takers:
             taker.begin()
         first, *_ = [taker.end() for taker in self._takers]
         return first
-
-    @override
-    def __enter__(self) -> Self:
-        return self
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -339,9 +321,9 @@ class OverheadFigure(StepCosts):
     dense_nbytes: int
     """Bytes of a full snapshot; 0 without checkpoints of this package."""
     state_nbytes: int
-    """Bytes of the optimizer's tensors on the first rank."""
+    """Bytes in the optimizer's tensors on the first rank."""
     shared_nbytes: int
-    """Bytes of shared memory per rank."""
+    """Shared memory per rank."""
     rounds: list[StepCosts]
 
 
@@ -426,7 +408,6 @@ def _beside(costs: StepCosts) -> float:
 
 
 def medians_by_kind(rounds: Sequence[StepCosts]) -> dict[str, dict[str, float]]:
-    """Return the medians of `metered`."""
     return {kind: medians_by_name([run.metered[kind] for run in rounds]) for kind in rounds[0].metered}
 
 

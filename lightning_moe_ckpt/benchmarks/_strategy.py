@@ -1,4 +1,4 @@
-"""Measure what `MoEStrategy` itself costs in training speed, without checkpoints, beside Lightning's `DDPStrategy`.
+"""Measure the cost of `MoEStrategy` itself in training speed, without checkpoints, beside Lightning's `DDPStrategy`.
 
 Fits take turns as in `_overhead`, in the order DDP, ours, ours, DDP, and each round yields one ratio. `ddp again` is
 another DDP: its distance from 1 is the speed that each process has by chance. Where experts are spread over all ranks, DDP

@@ -1,19 +1,18 @@
 """Name the ranks that compute or hold other bits than the ranks that should have the same, from tables that all ranks have.
 
 A *role* is one rank's part of a step: its batch, random state and buffers. Its owner plays it in the step that counts, other
-ranks play it for comparison. A *trace* is what one play of a role left: the digests of all messages that it sent and received,
-in their order, and last the digest of its gradients. Where two traces part at a message that was received, another rank was
-wrong first. So of ranks that depend on each other (stages, holders of each other's experts) only the one is named whose own
-work parted from what another rank made of the same.
+ranks play it for comparison. A *trace* is left by one play: the digests of all messages sent and received, in their
+order, and last the digest of its gradients. Where two traces part at a received message, another rank was wrong first. So of
+ranks that depend on each other (stages, holders of each other's experts) only the one is named whose own work parted from
+another rank's result for the same role.
 
-Two plays that differ say that one is wrong, not which. Three do, and so does a rank that plays its role again and gets
-something else.
+Two plays that differ show a fault, but not its rank. Three do, and so does a rank with another result when it plays its role again.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
@@ -22,7 +21,7 @@ from torch import Tensor
 OnFault = Literal["warn", "restart", "stop"]
 
 RECEIVED, MADE = 0, 1
-"""Kinds of digests in a trace: of a message from another rank, and of what this rank computed."""
+"""Kinds of digests in a trace: for a message from another rank, and for this rank's own results."""
 _MOST_DISTANCES = 65
 
 Trace: TypeAlias = Sequence[Sequence[int]]
@@ -34,15 +33,15 @@ class Finding:
     """Bits that differ between ranks that should have the same; equal on all ranks."""
 
     step: int
-    """Optimizer step, as its boundary is numbered, in which the ranks differed; of a state, the boundary."""
+    """Optimizer step, numbered as its boundary, in which the ranks differed; for a state, the boundary."""
     check: Literal["state", "compute"]
-    """Name of the check that has found it."""
+    """Check that has found it."""
     ranks: tuple[int, ...]
-    """Ranks at fault: one where it is known which, else all that may be."""
+    """Ranks at fault: one where it can be told, else all that may be."""
     nodes: tuple[str, ...]
-    """Host names of these ranks, each once."""
+    """These ranks' host names, each once."""
     operators: tuple[str, ...]
-    """Names of operators with differing state or gradients, in the order of the model."""
+    """Operators with differing state or gradients, in the model's order."""
     sticky: bool
     """Whether the same work, done again, differed again; a state is as it is."""
     text: str
@@ -51,12 +50,12 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class AuditFigures:
-    """Audits of one incarnation, the same on all ranks apart from seconds."""
+    """One incarnation's audits, the same on all ranks apart from seconds."""
 
     audits: int = 0
     """Number of audits with a result."""
     audited: int | None = None
-    """Step of the newest clean audit of this incarnation; `None` before one."""
+    """Step of this incarnation's newest clean audit; `None` before one."""
     findings: tuple[Finding, ...] = ()
     """All findings, oldest first."""
     seconds: float = 0.0
@@ -72,14 +71,14 @@ class AuditFigures:
 
 
 class Messages:
-    """What this rank sends other ranks in forward and backward, and receives, while somebody listens."""
+    """This rank's messages in forward and backward, to others and from them, while somebody listens."""
 
     listener: ClassVar[Callable[[int, Sequence[Tensor]], None] | None] = None
-    """Called with `RECEIVED` or `MADE` and the tensors of each message."""
+    """Called with `RECEIVED` or `MADE` and each message's tensors."""
 
 
 class Judgement(NamedTuple):
-    """What plays of a step tell of those who played."""
+    """Verdict on the ranks that played a step."""
 
     ranks: tuple[int, ...] = ()
     """Ranks at fault, ascending; empty if there is no fault."""
@@ -90,13 +89,13 @@ class Judgement(NamedTuple):
 
 
 Plays: TypeAlias = Mapping[int, Mapping[int, Sequence[Trace]]]
-"""Traces by the rank that played and the owner of the role, in the order of the plays.
+"""Traces by the rank that played and the role's owner, in the plays' order.
 
 An owner's are the step that counts, its repetitions, and last that from the bytes that were sent to others."""
 
 
 def judge(plays: Plays, replica: Callable[[int], int]) -> Judgement:
-    """Return whom repeated plays show to be at fault; `replica` returns a rank's replica, which is wrong as a whole if one rank is."""
+    """Return the ranks that repeated plays show to be at fault; `replica` returns a rank's replica, wrong as a whole if one rank is."""
     by_role: dict[int, dict[int, Sequence[Trace]]] = {}
     for player, roles in plays.items():
         for owner, traces in roles.items():
@@ -124,7 +123,7 @@ def judge(plays: Plays, replica: Callable[[int], int]) -> Judgement:
 
 
 def _odd(traces: Mapping[int, Trace]) -> set[int]:
-    """Return who parts from the majority by own work; without a majority, all who part from each other by it."""
+    """Return the ranks that part from the majority by own work; without a majority, all that part from each other by it."""
     texts = {who: repr(trace) for who, trace in traces.items()}
     (most, number), *_ = Counter(texts.values()).most_common(1)
     if 2 * number > len(traces):
@@ -136,7 +135,7 @@ def _odd(traces: Mapping[int, Trace]) -> set[int]:
 
 
 def _is_own(trace: Trace, other: Trace) -> bool:
-    """Return whether two traces part at what was computed, and not at a message from elsewhere."""
+    """Return whether two traces part at a result, and not at a message from elsewhere."""
     for mine, its in zip(trace, other, strict=False):
         if [*mine] != [*its]:
             return MADE in (mine[0], its[0])
@@ -156,13 +155,8 @@ def distance(hosts: Sequence[str], stage_size: int, ep_size: int) -> int:
 
 
 def odd_holders(digests: Mapping[int, str]) -> tuple[int, ...]:
-    """Return the ranks whose copy of a state is not the majority's; without a majority, all; empty if all are equal."""
+    """Return the ranks whose copy is not the majority's; without a majority, all; empty if all are equal."""
     (most, number), *_ = Counter(digests.values()).most_common(1)
     if number == len(digests):
         return ()
     return tuple(sorted(rank for rank, digest in digests.items() if digest != most or 2 * number <= len(digests)))
-
-
-def shown(ranks: Collection[int], hosts: Sequence[str]) -> str:
-    """Return ranks with their hosts, in words."""
-    return " and ".join(f"rank {rank} on {hosts[rank]}" if hosts else f"rank {rank}" for rank in ranks)

@@ -1,8 +1,7 @@
-"""Describe faults to inject, as values that a YAML file can hold, and decide which are still to come in this process.
+"""Describe faults to inject, as values that a YAML file can hold, and select those still to come in this process.
 
 Faults at random have exponential times between them: failures of many independent parts of a machine come like that,
-however long it has run. Fault `i` follows from the seed and `i` alone, not from what happened before, so a restart changes
-nothing.
+however long it has run. Fault `i` follows from the seed and `i` alone, not from earlier events, so a restart changes nothing.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ CopyAtRest = Literal["storage", "ring", "replica"]
 STORAGE_PHASES = frozenset({"persist", "marker", "commit", "reclaim"})
 """Phases that storing threads reach, at a call of the backend."""
 NODE_LOSSES = frozenset({"node_loss", "rack_loss"})
-"""Kinds that every rank waits for, since one rank of each node ends it."""
+"""Kinds that every rank waits for, since one rank on each node ends it."""
 FATAL = NODE_LOSSES | {"sigkill"}
-"""Kinds after which the job has to start again."""
+"""Kinds that make the job start again."""
 OF_STORAGE = frozenset({"slow_storage", "storage_errors", "full_disk"})
-"""Kinds that last for a time and act on calls of the backend."""
+"""Kinds that last for a time and act on storage."""
 LASTING = OF_STORAGE | {"full_shared_memory", "wrong_products"}
 FLIPS = frozenset({"flip_parameter", "flip_moment", "flip_gradient", "flip_activation"})
 SILENT = FLIPS | {"wrong_products"}
-"""Kinds that change numbers of training, and raise nothing."""
+"""Kinds that change numbers in training, and raise nothing."""
 _COORDINATOR_ONLY = frozenset({"commit", "reclaim"})
 _OPTIONS = {
     "sigstop": {"seconds"},
@@ -62,8 +61,8 @@ class Fault:
             `flip_moment`: one bit of a parameter or of the optimizer's state of it flips; `flip_gradient`: of the next gradient that
             backward finds of a parameter, before reduction; `flip_activation`: of the next output of a module in training, seen also by
             its backward; `wrong_products`: one bit in each product of matrices, forward and backward, while it lasts.
-        rank: rank on which it strikes; `all`: every rank, each when it reaches the place.
-        step: value of `trainer.global_step` from which on it strikes. The value counts before the optimizer step in phases up to
+        rank: rank that it strikes; `all`: every rank, each when it reaches the place.
+        step: least value of `trainer.global_step` for it to strike. The value counts before the optimizer step in phases up to
             `before_optimizer_step`, after it in the later ones. In the phases of storage, the step of the generation.
         phase: hooks: `batch_start`, `forward` (before backward), `after_backward`, `before_optimizer_step`, `batch_end`
             and `after_batch_end` (before and after other callbacks), `validation`, `epoch_start`, `epoch_end`. Inside
@@ -71,7 +70,7 @@ class Fault:
             Before calls of storage: `persist` (a segment), `marker` (a rank is done), `commit` (rank 0 makes a
             generation visible), `reclaim` (rank 0 deletes).
         settle: most seconds to wait, before it strikes, until checkpoints under way are stored.
-        seconds: seconds that it lasts, also over restarts; `None`: until `steps` are over. For `sigstop`: seconds after which the
+        seconds: seconds that it lasts, also over restarts; `None`: until `steps` are over. For `sigstop`: seconds until the
             process continues; `None`: never.
         steps: optimizer steps that it lasts, within this process, since a job that cannot start makes none; `None`: until
             `seconds` are over. With neither it lasts until this process's end.
@@ -170,11 +169,11 @@ def fail_at(
     kind: FaultKind = "sigkill",
     **options: Any,
 ) -> Fault:
-    """Return a fault at one place of training.
+    """Return a fault at one place in training.
 
     Args:
-        rank: rank on which it strikes.
-        step: value of `trainer.global_step` from which on it strikes.
+        rank: rank that it strikes.
+        step: least value of `trainer.global_step` for it to strike.
         phase: the hook or moment, see `Fault.phase`.
         kind: kind of the fault, see `Fault.kind`.
         options: other fields of `Fault`.
@@ -232,20 +231,14 @@ class RandomFaults:
             index += 1
 
     def _scheduled(self, index: int, time: float, number: random.Random, world_size: int) -> ScheduledFault:
-        kind = number.choice(list(self.kinds))
-        rank = number.randrange(world_size)
+        kind, drawn = number.choice(list(self.kinds)), number.randrange(world_size)
         phase = number.choice(list(self.phases))
-        if phase in {"commit", "reclaim"}:
-            rank = 0
-        in_steps = self.unit == "steps"
-        fault = replace(
-            kind,
-            rank=kind.rank if kind.rank == "all" else rank,
-            step=int(time) if in_steps else 0,
-            phase=phase if in_steps else "batch_start",
-        )
+        rank = kind.rank if kind.rank == "all" else 0 if phase in _COORDINATOR_ONLY else drawn
         name = f"random {self.seed}:{index}"
-        return ScheduledFault(name=name, fault=fault, seconds=None if in_steps else time)
+        if self.unit == "seconds":
+            fault = replace(kind, rank=rank, step=0, phase="batch_start")
+            return ScheduledFault(name=name, fault=fault, seconds=time)
+        return ScheduledFault(name=name, fault=replace(kind, rank=rank, step=int(time), phase=phase))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -255,11 +248,11 @@ class ScheduledFault:
     name: str
     fault: Fault
     seconds: float | None = None
-    """Training time at which it strikes; `None`: at the place that the fault names."""
+    """Training time until it strikes; `None`: at the place that the fault names."""
 
 
 class Schedule:
-    """Faults of a script and of a random campaign for one rank, without those named in `fired`, which have struck already."""
+    """Faults from a script and a random campaign for one rank, without those that have struck already, named in `fired`."""
 
     def __init__(
         self,

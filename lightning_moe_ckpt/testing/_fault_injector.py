@@ -1,8 +1,7 @@
-"""Inject faults into the training that the callback is part of, by a script or at random.
+"""Inject faults into the callback's own training, by a script or at random.
 
-The arguments and the record of earlier processes alone decide which faults strike, never random state of the process, so
-that training with faults differs from training without them only by the faults. `Effects` does what each kind of fault does to
-this process, its node, its memory and its storage.
+The arguments and the record of earlier processes alone decide about faults, never random state of the process, so that training
+with faults differs from training without them only by the faults. `Effects` acts on this process, its node, its memory and its storage.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ from lightning_moe_ckpt.tiers import shared_directory, shared_name, this_domain
 log = logging.getLogger(__name__)
 
 _NODE_PATIENCE = 30.0
-"""Seconds that nodes which are lost together wait for each other."""
+"""Seconds that nodes lost together wait for each other."""
 
 _one_stop = threading.Lock()
 
@@ -202,7 +201,7 @@ class _Campaign:
         self._thread.start()
 
     def reached(self, phase: FaultPhase) -> None:
-        """Strike the faults due at a phase of training."""
+        """Strike the faults due at a phase."""
         step = self._trainer.global_step
         if phase == "batch_end" and step != self._step:
             self._step = step
@@ -242,8 +241,7 @@ class _Campaign:
         self._record.write(
             "fault", sync=True, name=scheduled.name, kind=fault.kind, step=step, phase=phase, fault=fault.given()
         )
-        outcome = self._effects.strike(scheduled.name, fault, step)
-        if outcome:
+        if outcome := self._effects.strike(scheduled.name, fault, step):
             self._struck(scheduled.name, fault, outcome)
 
     def _struck(self, name: str, fault: Fault, outcome: str) -> None:
@@ -278,7 +276,7 @@ class Effects:
     # -- who is here
 
     def join(self) -> Record:
-        """Return the line by which other ranks can end this process and its node.
+        """Return the line that lets other ranks end this process and its node.
 
         Its `files` are patterns for the run's files in this node's shared memory: this rank's rings, and replicas for other ranks.
         """
@@ -294,17 +292,14 @@ class Effects:
     # -- striking
 
     def concerns(self, fault: Fault) -> bool:
-        """Return whether this process carries out the fault. For nodes and racks, one rank of each lost node does."""
+        """Return whether this process carries out the fault. For nodes and racks, one rank on each lost node does."""
         if fault.kind not in NODE_LOSSES:
             return True
-        lost = self._lost(fault)
-        own = self._own_node(lost)
+        own = self._own_node(lost := self._lost(fault))
         return own is not None and _leader_of(lost, own) == self._record.rank
 
     def strike(self, name: str, fault: Fault, step: int) -> str:
-        """Carry out the fault. Does not return if the fault ends this process. Return its outcome as text; empty if the kind says
-        everything.
-        """
+        """Carry out the fault, and return its outcome as text, empty if the kind says everything, unless it ends this process."""
         if fault.kind in LASTING:
             self._begin(LastingFault(name=name, fault=fault, step=step, since=time.time()))
         elif fault.kind == "sigkill":
@@ -330,7 +325,7 @@ class Effects:
         return flip_memory_bit(shared_directory(), tag, fault.at_rest, rank, draws)
 
     def _lost(self, fault: Fault) -> list[Record]:
-        """Return the lines of the lost processes, as they joined last."""
+        """Return the lost processes' lines, as they joined last."""
         joins = ([line for line in lines if line["event"] == "join"] for _, lines in read_ranks(self._record.folder))
         everybody = [own[-1] for own in joins if own]
         if fault.rank == "all":
@@ -343,7 +338,7 @@ class Effects:
         return next((member["node"] for member in lost if member["rank"] == self._record.rank), None)
 
     def _lose_node(self, name: str, lost: Sequence[Record], node: str) -> None:
-        """End all processes of `node`, this one among them, and remove its files. Does not return."""
+        """End all processes on `node`, this one among them, and remove its files. Does not return."""
         here, folder = [member for member in lost if member["node"] == node], self._record.folder
         ready = {
             each: folder / f"{re.sub('[^0-9A-Za-z]', '-', name)}.node{_leader_of(lost, each):05d}.lost"
@@ -375,9 +370,8 @@ class Effects:
         over = {line["name"] for line in lines if line["event"] == "over"}
         for line in lines:
             if line["event"] == "fault" and line["kind"] in LASTING and line["name"] not in over:
-                lasting = LastingFault(
-                    name=line["name"], fault=Fault(**line["fault"]), step=line["step"], since=line["time"]
-                )
+                fault = Fault(**line["fault"])
+                lasting = LastingFault(name=line["name"], fault=fault, step=line["step"], since=line["time"])
                 if lasting.outlasts_process and not lasting.over(0):
                     self._begin(lasting)
 
@@ -393,7 +387,7 @@ class Effects:
             self._record.write("over", name=each.name, step=step, calls=each.calls)
 
     def of_storage(self) -> list[LastingFault]:
-        """Return the faults of storage that are active now."""
+        """Return the storage faults that are active now."""
         with self._lock:
             return [each for each in self._lasting if each.fault.kind in OF_STORAGE and not each.over(-1)]
 
@@ -408,11 +402,7 @@ class Effects:
 
 
 def stop(seconds: float | None) -> None:
-    """SIGSTOP this process. Returns once it goes on: after `seconds`, by a helper process, or, for `None`, when others send
-    SIGCONT.
-
-    Stops in several threads come one after the other, each for its full time.
-    """
+    """SIGSTOP this process until a helper, after `seconds`, or others, for `None`, send SIGCONT. Stops in several threads take turns."""
     own = os.getpid()
     with _one_stop:
         if seconds is None:
@@ -422,7 +412,7 @@ def stop(seconds: float | None) -> None:
 
 
 def _leader_of(lost: Sequence[Record], node: str) -> int:
-    """Return the rank in charge of ending its node."""
+    """Return the rank that ends its node."""
     return min(int(member["rank"]) for member in lost if member["node"] == node)
 
 

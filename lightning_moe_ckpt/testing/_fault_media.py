@@ -39,7 +39,7 @@ from lightning_moe_ckpt.tiers._shm import MemoryKind, MemoryName, close_shared, 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 _STEP_NBYTES = 2**28
-"""Bytes of shared memory that are taken at a time."""
+"""Bytes that are taken at a time."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -49,11 +49,11 @@ class LastingFault:
     name: str
     fault: Fault
     step: int
-    """Step at which the fault began."""
+    """First step of the fault."""
     since: float
-    """Seconds since 1970 at which the fault began, so that the fault can outlast a process."""
+    """Start in seconds since 1970, so that the fault can outlast a process."""
     calls: int = 0
-    """Calls of storage that the fault delayed or failed in this attempt."""
+    """Storage calls that the fault delayed or failed in this attempt."""
     held: TakenMemory | WrongProducts | None = None
     """Shared memory filled by the fault, or the arithmetic that it changes."""
     draws: random.Random = field(init=False)
@@ -78,9 +78,7 @@ class LastingFault:
 
 
 class StorageFaults:
-    """Faults around every call of this process's storage; `reached` is called before every call that is a phase, with its
-    generation's step.
-    """
+    """Faults around this process's storage; `reached` gets phase and generation's step before a call that is one."""
 
     def __init__(
         self, active: Callable[[], Sequence[LastingFault]], reached: Callable[[FaultPhase, int], None]
@@ -107,14 +105,12 @@ class StorageFaults:
             self._count(lasting)
             full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             raise StorageRefused(f"{call}: {full.strerror} (injected).") from full
-        if kind == "storage_errors" and self._drawn(lasting):
+        with self._lock:
+            drawn = kind == "storage_errors" and lasting.draws.random() < (lasting.fault.probability or 0.0)
+        if drawn:
             self._count(lasting)
             failed = OSError(errno.EIO, os.strerror(errno.EIO))
             raise StorageError(f"{call}: input/output error (injected).") from failed
-
-    def _drawn(self, lasting: LastingFault) -> bool:
-        with self._lock:
-            return lasting.draws.random() < (lasting.fault.probability or 0.0)
 
     def _delay(self, lasting: LastingFault, nbytes: int) -> None:
         fault = lasting.fault
@@ -193,9 +189,8 @@ def _copies(directory: Path, tag: str) -> Iterator[tuple[Path, MemoryName, Memor
 
 
 class TakenMemory:
-    """The free memory of a tmpfs, taken by a file without a name, which ends with the process at the latest.
-
-    `most_nbytes` is a limit for the sake of other users of this machine.
+    """The free memory of a tmpfs, taken by a file without a name until `release`, or the process's end. `most_nbytes` spares this
+    machine's other users.
     """
 
     def __init__(self, directory: Path, most_nbytes: int) -> None:
@@ -235,7 +230,7 @@ _PRODUCTS = ["mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "_addmm_acti
 
 
 def turn_bit(tensor: Tensor, element: int, bit: int) -> Tensor:
-    """Flip a bit of one element, counted row by row, and return the element. Autograd does not see it, and the tensor's version stays."""
+    """Flip a bit in one element, counted row by row, and return the element. Autograd does not see it, and the tensor's version stays."""
     memory, width = memory_of(tensor), 8 * tensor.element_size()
     place = np.unravel_index(element, tuple(memory.shape))
     offset = memory.storage_offset() + sum(int(at) * step for at, step in zip(place, memory.stride(), strict=True))
@@ -252,12 +247,12 @@ def _can_turn(value: object) -> TypeGuard[Tensor]:
 
 
 class LiveFlips:
-    """Flips of single bits in the memory of one rank's training. `tell` gets the outcome of a fault that had to wait."""
+    """Flips single bits in one rank's training. `tell` gets the outcome where a fault had to wait."""
 
     def __init__(self, trainer: Trainer, tell: Callable[[str, Fault, str], None]) -> None:
         self._trainer, self._tell = trainer, tell
         self._waiting: dict[str, list[Any]] = {}
-        """Handles of the hooks that wait for a gradient or an output, by fault."""
+        """Hooks that wait for a gradient or an output, by fault."""
 
     def strike(self, name: str, fault: Fault) -> str:
         """Flip a bit, or wait for the tensor. Return text for the log, empty if it waits."""
@@ -289,7 +284,7 @@ class LiveFlips:
     def _wait(
         self, name: str, fault: Fault, draws: random.Random, at: Sequence[Any], trained: Mapping[str, Any]
     ) -> str:
-        """Flip a bit of the first value from a drawn place of `at` on, or of any when a pass through them has not met one."""
+        """Flip a bit in the first value from a drawn place in `at` on, or in any when a pass through them has not met one."""
         if not at:
             return _MISSING.format(fault.kind.removeprefix("flip_"), fault.fqn or "")
         handles = self._waiting[name] = list[Any]()
@@ -331,7 +326,7 @@ class LiveFlips:
 
 
 def _output(module: nn.Module, args: tuple[Any, ...], output: Any) -> object:
-    """Return the first output that has memory of its own and takes part in backward; `None` if there is none."""
+    """Return the first output that has its own memory and takes part in backward; `None` if there is none."""
     known = [value for value in [*args, *module.parameters(), *module.buffers()] if isinstance(value, Tensor)]
     taken = {value.untyped_storage().data_ptr() for value in known}
     for value in output if isinstance(output, (tuple, list)) else [output]:

@@ -3,7 +3,7 @@
 The helper runs as a file, by `python -I -S`, to start in milliseconds, and imports nothing of this package. The helper has a
 session of its own: a signal to a rank's process group does not end the helper.
 
-A node is lost in an order that leaves no race with the launcher, which starts the job again when it sees a death: all
+A node is lost in an order that leaves no race with the launcher, as a death lets it start the job again: all
 processes of the node are stopped, its files are removed, and only then are the processes killed. Nodes lost together
 wait for each other between the two.
 """

@@ -1,7 +1,6 @@
-"""Write down a campaign of faults, and sum it up: one file of JSON lines per rank, which outlives every process.
+"""Write down a campaign of faults, and sum it up: one file of JSON lines per rank, outliving every process.
 
-The line of a fault is synced before the fault happens, so that no fault is forgotten: the next start of the job reads here
-which faults have struck already.
+The line of a fault is synced before the fault happens, so that the next start of the job knows of it.
 
 ETTR, the effective training time ratio, is productive time over wall time. Productive is the time of steps that were
 kept: a step that was trained again after a failure counts once, by its last run; restarts, restores and waiting for the
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 FOLDER_VARIABLE = "MOE_CKPT_FAULTS"
 Event = Literal["start", "join", "train", "step", "fault", "struck", "over", "removed", "end"]
-"""`start`: a fit begins. `join`: who the process is, once the run is open. `train`: training begins. `step`: an optimizer
+"""`start`: a fit begins. `join`: the process's id and node, once the run is open. `train`: training begins. `step`: an optimizer
 step ended. `fault`: one is about to strike. `struck`: its outcome. `over`: it has ended. `removed`: files of a lost node.
 `end`: the fit ended by itself."""
 
@@ -69,7 +68,7 @@ class FaultRecord:
 
 
 def read_ranks(folder: Path) -> Iterator[tuple[int, list[Record]]]:
-    """Yield rank and lines of every file in `folder`, by rank."""
+    """Yield rank and lines from every file in `folder`, by rank."""
     for path in sorted(folder.glob("rank*.jsonl")):
         yield int(path.stem.removeprefix("rank")), read_lines(path)
 
@@ -102,7 +101,7 @@ class FaultTally:
     deaths: int
     """Starts of the job that they ended."""
     survived: int
-    """Number of these after which training went on."""
+    """Deaths that training went on after."""
     steps_lost: int
     """Steps that had to be trained again."""
     seconds_lost: float
@@ -189,7 +188,7 @@ class _Attempt:
             for before, line in pairwise(step_lines)
             if line["event"] == "step"
         }
-        """Seconds of each step."""
+        """Seconds in each step."""
         ended = [line["time"] for line in step_lines if line["event"] == "step"]
         self.first_step_time: float | None = ended[0] if ended else None
         self.last_time: float = max([self.start, *ended])
@@ -208,17 +207,13 @@ def _tallies(faults: Sequence[Record], attempts: Sequence[_Attempt]) -> Iterator
         own = losses[kind]
         survived, steps, seconds = (sum(column) for column in zip(*own, strict=True)) if own else (0, 0, 0.0)
         yield FaultTally(
-            kind=kind,
-            injected=injected,
-            deaths=len(own),
-            survived=int(survived),
-            steps_lost=int(steps),
-            seconds_lost=seconds,
-        )
+            kind=kind, injected=injected, deaths=len(own),
+            survived=int(survived), steps_lost=int(steps), seconds_lost=seconds,
+        )  # fmt: skip
 
 
 def _loss(attempt: _Attempt, later: Sequence[_Attempt]) -> tuple[bool, int, float]:
-    """Return whether training went on after an attempt, the number of its steps that were trained again, and seconds until then."""
+    """Return whether training went on after an attempt, how many of its steps were trained again, and seconds until then."""
     for following in later:
         if following.first_step_time is not None:
             again = len(attempt.steps.keys() & following.steps.keys())

@@ -40,6 +40,7 @@ from benchmarks.__main__ import PROGRAM
 from benchmarks.bubbles import BubbleFigure
 from benchmarks.failure import MeasuredFailure
 from benchmarks.in_place import FailureFigure
+from benchmarks.peers_saving import OTHERS
 from benchmarks.persist import CPU, LOCAL, OBJECT, STEP, PersistFigure
 from benchmarks.recovery import CASES, HostRestoreFigure, Recovery, RecoveryFigure
 from benchmarks.scale import MEASURED as MEASURED_BY_SCALE
@@ -65,7 +66,7 @@ TINY_FITS = [
     *("--rounds", "2", "--steps", str(STEPS), "--settle", "4", "--warm-up", "8"),
     *("--blocks", "1", "--dim", "32", "--experts", "4", "--batch-size", "2"),
 ]
-MEASURED = ["sparse4-memory", "sparse4", "dense1", "dense4", "lightning4", "torch.save4", "dcp4"]
+MEASURED = ["sparse4-memory", "sparse4", "dense1", "dense4"]
 TINY = {
     "recovery": (
         *(
@@ -257,7 +258,7 @@ def test_storage_rests_in_memory_only(overhead: dict[str, OverheadFigure]) -> No
 def test_steps_without_a_capture_stand_apart(overhead: dict[str, OverheadFigure]) -> None:
     """There are some where everything is taken every four steps."""
     with_idle = {name for name, figure in overhead.items() if figure.added_idle_seconds is not None}
-    assert with_idle == {"dense4", "lightning4", "torch.save4", "dcp4"}
+    assert with_idle == {"dense4"}
     assert all((overhead[name].idle_seconds or 0) > 0 for name in with_idle)
 
 
@@ -279,7 +280,7 @@ def test_overhead_table_names_every_cause_of_waits(overhead: dict[str, OverheadF
 
 def test_a_breakdown_adds_up(tmp_path: Path) -> None:
     """Hooks of policies and peers, and threads beside; what is in hooks is what the report says."""
-    variants = ["dense1", "selective1", "dcp4", "torch.save4"]
+    variants = ["dense1", "selective1", "lightning4", "dcp4", "torch.save4"]
     options = [*TINY_FITS, "--variants", ",".join(variants), "--rounds", "1", "--url", tmp_path.as_uri()]
     status, out, err = _run(["benchmarks", "breakdown", "--json", *options])
     assert status == 0, err
@@ -303,12 +304,14 @@ def test_a_breakdown_adds_up(tmp_path: Path) -> None:
 
 
 def test_what_is_measured_can_be_chosen() -> None:
-    """A wrong name lists all; what needs a process group of its own is left out where there are several ranks."""
+    """A wrong name lists all; other systems are measured where they are given."""
     options = SimpleNamespace(variants=None, ranks=1)
     usual = [variant.name for variant in chosen_variants(options)]
     assert usual[:9] == ["none", *(f"{kind}{suffix}" for kind, suffix in _ours())]
-    assert {"lightning4", "torch.save4", "dcp4"} <= {*usual[9:]}
-    options.variants = "dense1,dens"
+    assert not {*usual} & {*OTHERS}
+    options.others, options.variants = OTHERS, "dense1,dcp4"
+    assert [variant.name for variant in chosen_variants(options)] == ["none", "dense1", "dcp4"]
+    options.others, options.variants = {}, "dense1,dens"
     with pytest.raises(ConfigurationError, match=r"--variants dens`: there are none, sparse4-memory"):
         chosen_variants(options)
 
@@ -322,9 +325,9 @@ def _ours() -> list[tuple[str, str]]:
 def test_several_ranks_are_measured_together() -> None:
     """They train and save as one."""
     options = [*TINY_FITS, "--rounds", "1", "--ranks", "3", "--variants", "sparse4,dense4-memory,dcp4,torch.save4"]
-    status, out, err = _run(["bench", "overhead", "--json", *options])
+    status, out, err = _run(["benchmarks", "breakdown", "--json", *options])
     assert status == 0, err
-    figures = json.loads(out)["overhead"]
+    figures = json.loads(out)["breakdown"]
     assert [figure["num_ranks"] for figure in figures] == [3] * 5
     assert [figure["generations_complete"] for figure in figures] == [0, 2, 2, 0, 0]
 

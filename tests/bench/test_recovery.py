@@ -15,6 +15,7 @@ from lightning.pytorch import Callback, Trainer
 from rich.console import Console
 
 from benchmarks.__main__ import PROGRAM
+from benchmarks.peers_saving import DcpCheckpoint
 from benchmarks.recovery import (
     CASES,
     EXCHANGES,
@@ -26,7 +27,6 @@ from benchmarks.recovery import (
     table,
 )
 from lightning_moe_ckpt.benchmarks._fits import BenchModel, ModelSize, quiet_lightning, random_tokens
-from lightning_moe_ckpt.benchmarks._variants import DcpCheckpoint
 from lightning_moe_ckpt.cli import run
 
 SIZE = ModelSize(num_blocks=1, model_dim=32, num_experts=2, expert_dim=32, batch_size=2)

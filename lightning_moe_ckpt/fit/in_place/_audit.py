@@ -1,15 +1,15 @@
-"""Audit steps: compare what ranks should hold alike, and have a step done twice, on another rank where there is one.
+"""Audit steps: compare the state that ranks should hold alike, and have a step done twice, on another rank where there is one.
 
-Ranks that train data-parallel copies of one model have the same weights, so any of them can do what another one does. In an
-audited step, before its own, each rank plays the role of the rank at some distance (another node's, where there is one). Expert-parallel
-ranks and stages do so together. Digests of the gradients of both are compared before the optimizer steps. Where they differ, the
-step is done again, by its owner, by who played it, and by a third, and `judge` names who is wrong. All of that is undone.
+Ranks that train data-parallel copies of one model have the same weights, so any of them can do another one's work. In an
+audited step, before its own, each rank plays the role of the rank at some distance (another node's, where there is one).
+Expert-parallel ranks and stages do so together. Digests of the gradients of both are compared before the optimizer steps. Where
+they differ, owner, player and a third rank do the step again, and `judge` names the rank at fault. All of that is undone.
 
-A run begins with a step that is only watched: whether it could be undone. Another one is played by all, by its owner too: where the
-owner's own repetition differs, kernels are not deterministic; where other ranks differ, a step depends on its rank. Neither is a fault, and
-nothing is compared then that never was equal.
+A run begins with a step that is only watched: whether it could be undone. Another one is played by all, by its owner too: where
+the owner's own repetition differs, kernels are not deterministic; where other ranks differ, a step depends on its rank. Neither
+is a fault, and distances and operators that never were equal are not compared later.
 
-Invariant: what is trained with audits has the bits of what is trained without.
+Invariant: training with audits has the bits of training without.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from enum import Enum, auto
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -29,19 +28,11 @@ from lightning_moe_ckpt._units import time_text
 from lightning_moe_ckpt.errors import CodecError
 from lightning_moe_ckpt.fit._run import FitSession
 from lightning_moe_ckpt.fit._sessions import Standing
-from lightning_moe_ckpt.fit.in_place._plays import (
-    Asked,
-    Play,
-    Role,
-    gradients_aside,
-    hold_counts,
-    pass_on,
-    play_step,
-)
+from lightning_moe_ckpt.fit.in_place._plays import Asked, Play, Role, gradients_aside, pass_on, play_step
 from lightning_moe_ckpt.fit.in_place._undo import StepUndo, Watch
 from lightning_moe_ckpt.fit.loggers._metrics import gather_in_stage, module_metrics
 from lightning_moe_ckpt.fit.loops._trainer import compiled_modules, takes_iterator
-from lightning_moe_ckpt.operators import is_sharded
+from lightning_moe_ckpt.operators import LoadCounter, is_sharded
 from lightning_moe_ckpt.process import AuditFigures, Finding, HookClock, OnFault, Trace, clocked, distance, judge
 from lightning_moe_ckpt.session import CheckpointSession
 
@@ -49,46 +40,38 @@ log = rank_logger(__name__)
 
 _NAMED = 4
 _REPEATS = 4
-"""Repetitions of a step on a device, where kernels may differ rarely."""
-
-
-class _Turn(Enum):
-    """What the next step is for."""
-
-    WATCHED = auto()
-    """It is only watched: whether it can be undone."""
-    FIRST = auto()
-    """It is the first to be audited, in more ways than later ones."""
-    ORDINARY = auto()
-    """It is audited if it is due."""
+"""Repetitions on a device, where kernels may differ rarely."""
+_Turn = Literal["watched", "first", "ordinary"]
+"""Purpose of the next step: to be watched, whether it can be undone; to be audited in more ways than later ones; to be audited if due."""
 
 
 class Audits:
-    """Audits of one fit's steps, at every step that `every` divides; what is found is `figures`."""
+    """Audits of one fit's steps, at every step that `every` divides."""
 
     def __init__(
         self, trainer: Trainer, module: LightningModule, run: FitSession, *, every: int, on_fault: OnFault
     ) -> None:
         self._trainer, self._module, self._run, self._every, self._on_fault = trainer, module, run, every, on_fault
         self.clock: HookClock = run.clock
-        """Clock of hooks, to which audits count."""
+        """Clock of hooks, audits included."""
         self.figures = AuditFigures()
         """Audits so far."""
         self._session: CheckpointSession | None = None
-        self._turn, self._step = _Turn.WATCHED, -1
+        self._turn: _Turn = "watched"
+        self._step = -1
         self._trusted: set[int] = set()
-        """Distances at which all ranks have agreed before."""
+        """Distances at whose plays all ranks have agreed before."""
         self._known: set[str] = set()
         """Operators whose state is known to differ."""
         self._watch: Watch | None = None
         self._attempt: StepUndo | None = None
-        """State as the step began, of a step that is watched or audited."""
+        """State before the step that is watched or audited."""
         self._role: Role | None = None
         self._arguments: tuple[Any, ...] = ()
         self._sent: dict[int, bytes] = {}
-        """Roles of other ranks, by distance."""
+        """Other ranks' roles, by distance."""
         self._plays: dict[int, Play] = {}
-        """Plays in front of the step under way, by distance."""
+        """Plays before the step under way, by distance."""
         self._own: Play | None = None
         """The step under way, as it counts."""
         self._pace: tuple[float, float] | None = None
@@ -106,15 +89,20 @@ class Audits:
             return  # a later batch of this step, or a stage that repeats steps alone
         self._step = step
         if is_new:  # groups were made anew: ranks may be new that know nothing of the audits before
-            self._session, self._turn, self.clock = sessions.now, _Turn.WATCHED, self._run.clock
+            self._session, self._turn, self.clock = sessions.now, "watched", self._run.clock
             self._trusted, self._known = {*sessions.now.suspects.trusted}, set()
-        self._drop()
+        self.close()
         self._say_cost()
-        due = self._turn is not _Turn.ORDINARY or step % self._every == 0
+        due = self._turn != "ordinary" or step % self._every == 0
         if not due or not self._exchange.all_agree(not sessions.now.replaying):
             return
-        if self._turn is _Turn.WATCHED:
-            self._begin_watched(arguments)
+        if self._turn == "watched":
+            reasons = [*self._reasons()]
+            self._hold(arguments)
+            self._leave_out(reasons)
+            if self.figures.left_out:
+                self.close()
+                self._turn = "first"
         else:
             began += self._begin_audit(arguments)
             self._spent(began)
@@ -126,21 +114,22 @@ class Audits:
         if self._attempt is None:
             return
         if self._run.sessions.now is not self._session:  # the step was begun again, beside a stage that had failed
-            self._drop()
+            self.close()
             return
         if own is None:
-            self._end_watched()
+            lost = self._attempt.lost() or (
+                "the module has containers that are not looked into" * self._attempt.incomplete
+            )
+            self._leave_out([lost] if lost else [])
+            self.close()
+            self._turn = "first"
             return
         own.__exit__()
         finding, clean = self._compare(own)
-        self._drop()
-        self._turn = _Turn.ORDINARY
+        self.close()
+        self._turn = "ordinary"
         self._spent(began)
         self._ended(finding, clean=clean)
-
-    def close(self) -> None:
-        """Let go of what a step under way holds."""
-        self._drop()
 
     # -- whether steps can be played
 
@@ -148,23 +137,8 @@ class Audits:
     def _exchange(self) -> Any:
         return self._run.session.job.exchange
 
-    def _begin_watched(self, arguments: tuple[Any, ...]) -> None:
-        reasons = [*self._reasons()]
-        self._hold(arguments)
-        self._leave_out(reasons)
-        if self.figures.left_out:
-            self._drop()
-            self._turn = _Turn.FIRST
-
-    def _end_watched(self) -> None:
-        assert self._attempt is not None
-        lost = self._attempt.lost() or ("the module has containers that are not looked into" * self._attempt.incomplete)
-        self._leave_out([lost] if lost else [])
-        self._drop()
-        self._turn = _Turn.FIRST
-
     def _reasons(self) -> Iterator[str]:
-        """Yield why steps of this module cannot be played."""
+        """Yield why steps cannot be played."""
         module = self._module
         if not module.automatic_optimization:
             yield "in manual optimization a step cannot be told from its optimizer"
@@ -172,9 +146,7 @@ class Audits:
             yield "`training_step(dataloader_iter)` fetches its batch itself"
         if is_sharded(module):
             yield "parameters are in shards"
-        if any(
-            getattr(each, "max_norm", None) is not None for each in module.modules() if isinstance(each, nn.Embedding)
-        ):
+        if any(isinstance(each, nn.Embedding) and each.max_norm is not None for each in module.modules()):
             yield "`nn.Embedding(max_norm=...)` changes weights in forward"
         if module.device.type != "cpu" and (torch.backends.cudnn.benchmark or compiled_modules(module)):
             yield "`cudnn.benchmark`, or a compiler, chooses kernels by their time"
@@ -197,13 +169,13 @@ class Audits:
         return int(self._run.session.job.groups.dp_size)
 
     def _at(self, distance_: int) -> int:
-        """Return the rank that holds what this one holds, so many replicas further."""
+        """Return the rank with the same part, so many replicas further."""
         groups = self._run.session.job.groups
         peers = groups.ranks("expert_data")
         return peers[(groups.dp_rank + distance_) % len(peers)]
 
     def _distances(self) -> list[int]:
-        """Return the distances at which roles are played: in ordinary audits the first one, in the others all."""
+        """Return the distances between players and owners: ordinary audits use the first one, others all."""
         groups = self._run.session.job.groups
         first = distance(self._run.sessions.hosts, groups.stage_size, groups.ep_size)
         return [first, first % (self._replicas - 1) + 1] if self._replicas > 2 else [first]
@@ -215,30 +187,36 @@ class Audits:
         new = {name: ranks for name, ranks in odd.items() if name not in self._known}
         self._known |= {*new}
         finding = None
-        if new and self._turn is _Turn.FIRST:
-            log.warning("not audited, since ranks begin with different ones: %s", _listed(new), alike=True)
+        if new and self._turn == "first":
+            listed = ", ".join(f"{name} (ranks {list(ranks)})" for name, ranks in [*new.items()][:_NAMED])
+            log.warning("not audited, since ranks begin with different ones: %s", listed, alike=True)
         elif new:
             ranks = tuple(sorted({rank for each in new.values() for rank in each}))
             finding = self._finding("state", ranks, tuple(new), sticky=True)
         if odd or self.figures.left_out:  # gradients of weights that differ would differ
-            self._turn = _Turn.ORDINARY
+            self._turn = "ordinary"
             self._ended(finding, clean=not odd)
             return 0.0
         self._hold(arguments)
         distances, more = self._distances(), 0.0
-        for each in dict.fromkeys([*distances, 0] if self._turn is _Turn.FIRST else distances[:1]):
+        for each in dict.fromkeys([*distances, 0] if self._turn == "first" else distances[:1]):
             began = time.perf_counter()
             if (sent := self._received(each)) is None:
                 break
             self._sent[each], self._plays[each] = sent, self._played(sent)
             more += (time.perf_counter() - began) * (each != distances[0])
         plain = self._replicas > 2 and session.job.groups.num_stages == 1
-        if self._turn is _Turn.FIRST and plain and not self.figures.left_out:
-            self._leave_out(self._asked())
+        if self._turn == "first" and plain and not self.figures.left_out:
+            with Asked() as asked:
+                self._played(b"")
+            names = ", ".join(sorted(asked.found))
+            # Sums over ranks are rounded otherwise where ranks have changed places.
+            why = f"a step asks other ranks ({names}), whose roles change places in an audit"
+            self._leave_out([why] if names else [])
         session.forward_begins(self._run.sessions.last_step)  # what plays have counted is none of the step's
         if self.figures.left_out:
-            self._drop()
-            self._turn = _Turn.ORDINARY
+            self.close()
+            self._turn = "ordinary"
             self._ended(None)
             return more
         self._own = Play(self._module, session.job.operators, keeps=True)
@@ -252,7 +230,7 @@ class Audits:
         self._attempt = StepUndo(self._trainer, self._module, self._run, arguments, self._watch)
 
     def _received(self, distance_: int) -> bytes | None:
-        """Return the role of the rank at a distance; nothing for one's own, `None` if some rank's batch cannot be sent. Collective."""
+        """Return another rank's role; nothing for one's own, `None` if some rank's batch cannot be sent. Collective."""
         assert self._role is not None
         if distance_ == 0:
             return b""
@@ -267,18 +245,11 @@ class Audits:
             self._leave_out(reasons)
         return received
 
-    def _asked(self) -> list[str]:
-        """Return why roles cannot be exchanged: sums over ranks are rounded otherwise where ranks have changed places."""
-        with Asked() as asked:
-            self._played(b"")
-        names = ", ".join(sorted(asked.found))
-        return [f"a step asks other ranks ({names}), whose roles change places in an audit"] if names else []
-
     def _played(self, sent: bytes) -> Play:
-        """Play a role from what was sent of it, one's own from nothing, and undo it all."""
+        """Play a role from its bytes, one's own from none, and undo it all."""
         assert self._attempt is not None
         assert self._role is not None
-        counts = hold_counts()
+        counts = [undo for counter in [*LoadCounter.installed] for undo in counter.hold()]  # a play is no step
         with gradients_aside(self._module):
             arguments = self._role.take_up(sent) if sent else self._arguments
             with Play(self._module, self._run.session.job.operators) as play:
@@ -289,10 +260,9 @@ class Audits:
         return play
 
     def _compare(self, own: Play) -> tuple[Finding | None, bool]:
-        """Compare the step that counts with plays of it, and look closer where they differ. Return whether it is known to be right. Collective."""
-        first, distances = self._turn is _Turn.FIRST, [*self._plays]
-        mine = [hash_of(own), *(hash_of(self._plays[each]) for each in distances)]
-        rows = self._exchange.gather(mine)
+        """Compare the step that counts with its plays, and look closer where they differ. Return whether it is known to be right. Collective."""
+        first, distances = self._turn == "first", [*self._plays]
+        rows = self._exchange.gather([play.trace[-1][1] for play in (own, *self._plays.values())])
         peers = cast("list[list[int]]", self._exchange.gather([self._at(each) for each in distances]))
         differing = {
             each: [row[at + 1] != rows[source[at]][0] for row, source in zip(rows, peers, strict=True)]
@@ -300,11 +270,8 @@ class Audits:
         }
         if first and any(differing.get(0, ())):
             ranks = [rank for rank, differs in enumerate(differing[0]) if differs]
-            self._leave_out(
-                [
-                    f"the same step gives other gradients on the same device, on rank {ranks}: some kernel is not deterministic"
-                ]
-            )
+            why = f"the same step gives other gradients on the same device, on rank {ranks}: some kernel is not deterministic"
+            self._leave_out([why])
             return None, True
         wrong = [each for each, found in differing.items() if any(found)]
         self._trusted |= {*distances} - {*wrong}
@@ -325,7 +292,7 @@ class Audits:
         return finding, trusted and finding is None
 
     def _triage(self, own: Play) -> Finding | None:
-        """Do the step again on its rank, on that which played it, and on a third, and judge. Collective."""
+        """Do the step again on its owner, on its player, and on a third rank, and judge. Collective."""
         assert self._role is not None
         rank, distances = self._exchange.rank, self._distances()
         watch = Watch(self._module)
@@ -356,7 +323,7 @@ class Audits:
         return self._finding("compute", verdict.ranks, self._operators(own), sticky=verdict.sticky)
 
     def _operators(self, own: Play) -> tuple[str, ...]:
-        """Return the operators whose gradients differ between the step that counts and plays of it. Collective."""
+        """Return the operators whose gradients differ between the step that counts and its plays. Collective."""
         played = [[self._at(each), play.gradients] for each, play in self._plays.items()]
         names = [operator.name for operator in self._run.session.job.operators]
         rows = cast("list[list[Any]]", self._exchange.gather_values([own.gradients, played, names]))
@@ -372,14 +339,12 @@ class Audits:
         hosts = self._run.sessions.hosts
         step = self._step - (check == "state")
         who = " or ".join(f"rank {rank} on {hosts[rank]}" if hosts else f"rank {rank}" for rank in ranks)
-        what = (
-            "holds other bits than ranks that should hold the same"
-            if check == "state"
-            else "computes other gradients than it should"
-        )
-        again = "" if check == "state" else ", and does so again" if sticky else "; done again, they were right"
+        what = "holds other bits than ranks that should hold the same"
+        if check == "compute":
+            again = ", and does so again" if sticky else "; done again, they were right"
+            what = f"computes other gradients than it should{again}"
         named = ", ".join(operators[:_NAMED]) + (f" and {len(operators) - _NAMED} more" * (len(operators) > _NAMED))
-        text = f"step {step}: {who} {what}{again}: {named}"
+        text = f"step {step}: {who} {what}: {named}"
         nodes = tuple(dict.fromkeys(hosts[rank] for rank in ranks)) if hosts else ()
         return Finding(step=step, check=check, ranks=ranks, nodes=nodes, operators=operators, sticky=sticky, text=text)
 
@@ -387,7 +352,7 @@ class Audits:
         self.figures = replace(self.figures, seconds=self.figures.seconds + time.perf_counter() - began)
 
     def _ended(self, finding: Finding | None, *, clean: bool = True) -> None:
-        """Note the result of an audit, and act on it. Raises `SilentFault` unless the run is to train on."""
+        """Note an audit's result, and act on it. Raises `SilentFault` unless the run is to train on."""
         figures = self.figures
         self.figures = replace(
             figures,
@@ -405,9 +370,9 @@ class Audits:
             self._run.sessions.condemn(finding.ranks, finding.text, ends=self._on_fault == "stop")
 
     def _say_cost(self) -> None:
-        """Say what audits cost, two steps behind the first one."""
+        """Log the cost of audits, two steps behind the first one."""
         now, spent = time.perf_counter(), self.figures.seconds
-        if self._pace is None and self.figures.audits == 1 and self._turn is _Turn.ORDINARY:
+        if self._pace is None and self.figures.audits == 1 and self._turn == "ordinary":
             self._pace = now, spent
         elif self._pace is not None and self._pace[0]:
             step = now - self._pace[0] - (spent - self._pace[1])
@@ -418,7 +383,7 @@ class Audits:
                 alike=True,
             )
 
-    def _drop(self) -> None:
+    def close(self) -> None:
         """Let go of the step under way."""
         if self._own is not None:
             self._own.__exit__()
@@ -426,12 +391,3 @@ class Audits:
             self._watch.accesses.close()
         self._attempt = self._role = self._own = self._watch = None
         self._arguments, self._sent, self._plays = (), {}, {}
-
-
-def hash_of(play: Play) -> int:
-    """Return one digest of a play."""
-    return play.trace[-1][1]
-
-
-def _listed(odd: dict[str, tuple[int, ...]]) -> str:
-    return ", ".join(f"{name} (ranks {list(ranks)})" for name, ranks in [*odd.items()][:_NAMED])

@@ -1,15 +1,16 @@
-"""Play a rank's role in a step, on this rank or another one: forward and backward, of which only digests stay.
+"""Play a rank's role in a step, on this rank or another one: forward and backward, leaving digests alone.
 
-What a step reads beside weights is its *role*: batch, random state, buffers, and attributes that training has changed. It travels as
-bytes. A play goes around strategy, hooks and optimizer: gradients are digested as backward makes them, before any reduction, and
+The inputs to a step beside weights are its *role*: batch, random state, buffers, and attributes that training has changed. A role
+travels as bytes. A play goes around strategy, hooks and optimizer: gradients are digested as backward makes them, before any reduction, and
 dropped. The step that counts is digested in the same places, so it is audited itself, under whatever strategy.
 """
 
 from __future__ import annotations
 
 import sys
+import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
@@ -29,7 +30,7 @@ from xxhash import xxh3_64_intdigest
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.fit._run import FitSession
 from lightning_moe_ckpt.journal import HeldGenerator, capture_rng, decode, encode, restore_rng
-from lightning_moe_ckpt.operators import LoadCounter, OperatorSet
+from lightning_moe_ckpt.operators import OperatorSet
 from lightning_moe_ckpt.parallel._upstream import digests_of
 from lightning_moe_ckpt.process import MADE, Messages, Trace
 
@@ -38,7 +39,7 @@ _IN_ANY_ORDER = ("alltoall", "all_to_all", "send", "recv", "wait", "barrier", "b
 
 
 class Play:
-    """Digests of one forward and backward while entered: messages of this rank, and gradients of `module` by operator."""
+    """Digests of one forward and backward while entered: this rank's messages, and gradients in `module` by operator."""
 
     def __init__(self, module: LightningModule, operators: OperatorSet, *, keeps: bool = False) -> None:
         self._parts: dict[str, list[tuple[str, slice]]] = {}
@@ -66,7 +67,7 @@ class Play:
 
     @property
     def gradients(self) -> dict[str, int]:
-        """Digests of gradients by operator; those of micro-batches are added up, in whatever order they came."""
+        """Digests of gradients by operator, summed over micro-batches, in whatever order they came."""
         sums: dict[str, int] = {}
         for name, digest in self._made:
             sums[name] = (sums.get(name, 0) + int(digest)) % _WORD
@@ -74,7 +75,7 @@ class Play:
 
     @property
     def trace(self) -> Trace:
-        """Digests of messages in order, and behind them that of all gradients."""
+        """Digests of messages in order, and last that of all gradients."""
         made = xxh3_64_intdigest(repr(self.gradients).encode()) - _WORD // 2
         return [*([kind, int(digest)] for kind, digest in self._messages), [MADE, made]]
 
@@ -103,11 +104,6 @@ def gradients_aside(module: nn.Module) -> Iterator[None]:
     finally:
         for param, grad in kept:
             param.grad = grad
-
-
-def hold_counts() -> list[Callable[[], None]]:
-    """Return functions to restore the present counts of tokens: a play is no step."""
-    return [undo for counter in [*LoadCounter.installed] for undo in counter.hold()]
 
 
 def play_step(trainer: Trainer, module: LightningModule, arguments: tuple[Any, ...]) -> None:
@@ -141,16 +137,12 @@ class Asked(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves
 
 def _is_logged() -> bool:
     """Return whether Lightning is reducing a logged value."""
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if "logger_connector" in frame.f_code.co_filename:
-            return True
-    return False
+    stack = traceback.walk_stack(sys._getframe())
+    return any("logger_connector" in frame.f_code.co_filename for frame, _ in stack)
 
 
 class Role:
-    """What this rank's step reads beside weights, as the step begins; `take_up` lets this rank have another one's."""
+    """Inputs to this rank's step beside weights, as the step begins; `take_up` puts another rank's in their place."""
 
     def __init__(self, trainer: Trainer, module: LightningModule, run: FitSession, arguments: tuple[Any, ...]) -> None:
         self._module, self._run, self._device = module, run, trainer.strategy.root_device
@@ -160,7 +152,7 @@ class Role:
             wrapper._sync_buffers()  # type: ignore[no-untyped-call]  # as forward is about to do
 
     def sent(self, *, buffers: bool) -> bytes:
-        """Return this rank's role. Raises `CodecError` for a batch with values of other types than a journal has."""
+        """Return this rank's role. Raises `CodecError` for a batch with values of types that a journal lacks."""
         batch = _plain(self._batch)
         random = dict(capture_rng(held=self._held()))
         if "cuda" in random:
@@ -170,13 +162,12 @@ class Role:
         return encode({**own, "buffers": dict(self._module.named_buffers()) if buffers else {}})
 
     def buffers_digest(self) -> int:
-        """Return a digest of all buffers."""
         found = [int(digest) for digest in digests_of([*self._module.buffers()])]
         return xxh3_64_intdigest(repr(found).encode()) - _WORD // 2
 
     @torch.no_grad()
     def take_up(self, sent: bytes) -> tuple[Any, ...]:
-        """Put everything in place for a role, and return the arguments of its step. The caller undoes that."""
+        """Put everything in place for a role, and return its step's arguments. The caller undoes that."""
         role = decode(sent)
         own = dict(self._module.named_buffers())
         for name, value in role["buffers"].items():
@@ -203,14 +194,14 @@ class Role:
 
 
 def _plain(batch: Any) -> Any:
-    """Return a batch as a type that can be sent, where it is a mapping or a dataclass of another one."""
+    """Return a batch as a type that can be sent, where it is another mapping, or a dataclass."""
     if is_dataclass(batch) and not isinstance(batch, type):
         return {field.name: getattr(batch, field.name) for field in fields(batch)}
     return dict(batch) if isinstance(batch, Mapping) and type(batch) is not OrderedDict else batch
 
 
 def _like(own: Any, batch: Any) -> Any:
-    """Invert `_plain`: return a batch of the type that this rank's own has."""
+    """Invert `_plain`: give a batch the type that this rank's own has."""
     if is_dataclass(own) and not isinstance(own, type):
         return replace(own, **batch)
     make: Any = type(own)
