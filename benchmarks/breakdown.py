@@ -28,8 +28,7 @@ from benchmarks.costs import Cost, Goal
 from benchmarks.peers_saving import OTHERS
 from lightning_moe_ckpt.benchmarks import _overhead
 from lightning_moe_ckpt.benchmarks._benchmark import Progress, table_of
-from lightning_moe_ckpt.benchmarks._overhead import OverheadFigure
-from lightning_moe_ckpt.benchmarks._variants import VARIANTS, Variant
+from lightning_moe_ckpt.benchmarks._overhead import VARIANTS, OverheadFigure, Variant
 from lightning_moe_ckpt.fit import FitSession
 
 _PROCESSES = Path("/proc")

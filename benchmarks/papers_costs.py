@@ -13,7 +13,7 @@ from benchmarks.papers_runs import alone
 from benchmarks.peers_saving import OTHERS
 from lightning_moe_ckpt.benchmarks import _overhead
 from lightning_moe_ckpt.benchmarks._fits import ModelSize
-from lightning_moe_ckpt.benchmarks._variants import VARIANTS
+from lightning_moe_ckpt.benchmarks._overhead import VARIANTS
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, DifferentialCheckpoint
 
 _INTERVALS = {"differences": "differential64-memory", "dense in memory": "dense4-memory", "torch.save": "torch.save4"}

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from typing_extensions import override
 
-from lightning_moe_ckpt.benchmarks._variants import Variant
+from lightning_moe_ckpt.benchmarks._overhead import Variant
 
 
 class SavingEvery(Callback):

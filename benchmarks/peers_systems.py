@@ -31,7 +31,7 @@ from torch.distributed.checkpoint import state_dict_saver
 from typing_extensions import override
 
 from benchmarks.peers_saving import DcpCheckpoint, MeteredCheckpoint, SavingEvery, nbytes_of, state_dicts
-from lightning_moe_ckpt.benchmarks._variants import Variant, checkpoint_of
+from lightning_moe_ckpt.benchmarks._overhead import Variant, checkpoint_of
 
 _Place = Literal["memory", "storage"]
 

@@ -52,7 +52,7 @@ from lightning_moe_ckpt.benchmarks._fits import (
     patient_storage,
     quiet_lightning,
 )
-from lightning_moe_ckpt.benchmarks._variants import shared_arguments
+from lightning_moe_ckpt.benchmarks._overhead import shared_arguments
 from lightning_moe_ckpt.callbacks import SparseCheckpoint
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.moe import MoELayer

@@ -12,8 +12,8 @@ from benchmarks.breakdown import CostMeter, TurnMeter
 from benchmarks.costs import Goal
 from lightning_moe_ckpt.benchmarks import _strategy
 from lightning_moe_ckpt.benchmarks._benchmark import Progress, milliseconds, table_of
+from lightning_moe_ckpt.benchmarks._overhead import Variant
 from lightning_moe_ckpt.benchmarks._strategy import StrategyFigure
-from lightning_moe_ckpt.benchmarks._variants import Variant
 from lightning_moe_ckpt.parallel._reducer import GradientReducer, WholeGradient
 
 GOAL = Goal("strategy", "of a step under DDP", 1.02, "times", at_least=False)

@@ -17,8 +17,7 @@ from rich.console import RenderableType
 
 from lightning_moe_ckpt.benchmarks._benchmark import Progress, milliseconds, table_of
 from lightning_moe_ckpt.benchmarks._fits import bench_folders
-from lightning_moe_ckpt.benchmarks._overhead import FitRanks, StepCosts, medians_by_kind, size_of
-from lightning_moe_ckpt.benchmarks._variants import Variant
+from lightning_moe_ckpt.benchmarks._overhead import FitRanks, StepCosts, Variant, medians_by_kind, size_of
 
 _REDUCTIONS = {"ordered": "ordered", "allreduce": "allreduce", "ddp again": "ddp"}
 _COLUMNS = ("ranks", "strategy", "DDP step", "times", "range", "CPU times")

@@ -54,9 +54,8 @@ from lightning_moe_ckpt.benchmarks._benchmark import (
     show_table,
     table_of,
 )
-from lightning_moe_ckpt.benchmarks._overhead import OverheadFigure
+from lightning_moe_ckpt.benchmarks._overhead import OverheadFigure, chosen_variants
 from lightning_moe_ckpt.benchmarks._strategy import StrategyFigure
-from lightning_moe_ckpt.benchmarks._variants import chosen_variants
 from lightning_moe_ckpt.cli import main, run
 from lightning_moe_ckpt.errors import ConfigurationError
 
