@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import click
@@ -29,7 +28,7 @@ from lightning_moe_ckpt._cli_options import place_of as _place
 from lightning_moe_ckpt._cli_options import setting_of as _setting
 from lightning_moe_ckpt._cli_options import size_of as _size
 from lightning_moe_ckpt._cli_options import time_of as _time
-from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
+from lightning_moe_ckpt.errors import CheckpointError
 
 _HELP = """\
 Looks at checkpoints that lightning_moe_ckpt wrote, and measures what they cost. Start with `moe-ckpt ls URL`."""
@@ -530,7 +529,7 @@ def bench(benchmarks: Benchmarks, place: str) -> click.Group:
 def _bench(name: str, summary: str, chosen: Mapping[str, list[click.Parameter]], place: str) -> click.Command:
     def run(**options: Any) -> int:
         commands = importlib.import_module("lightning_moe_ckpt.benchmarks._benchmark")
-        modules = {each: _benchmark(each, place) for each in chosen}
+        modules = {each: commands.module_of(each, place, apart=each in _APART) for each in chosen}
         return int(commands.bench(modules, **options))
 
     params: list[click.Parameter] = [
@@ -543,18 +542,6 @@ def _bench(name: str, summary: str, chosen: Mapping[str, list[click.Parameter]],
     ]
     params += {param.name: param for each in chosen.values() for param in each}.values()
     return click.Command(name, callback=run, params=params, short_help=summary, help=summary)
-
-
-def _benchmark(name: str, place: str) -> ModuleType:
-    """Return a benchmark's module; of those apart only in a checkout. Raises `ConfigurationError` elsewhere."""
-    if name in _APART:
-        place, checkout = "benchmarks.", Path(__file__).resolve().parents[1]
-        if not (checkout / "benchmarks" / f"{name}.py").exists():
-            raise ConfigurationError(
-                f"`bench {name}` is not installed with the package, since pip would install other systems: clone the repository, and call it there."
-            )
-        sys.path.insert(0, str(checkout))
-    return importlib.import_module(place + name.replace("-", "_"))
 
 
 BENCH = bench(BENCHMARKS, "lightning_moe_ckpt.benchmarks._")

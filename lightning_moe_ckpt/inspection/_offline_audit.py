@@ -23,7 +23,7 @@ from lightning_moe_ckpt.inspection._diff import (
     plain,
     worst_first,
 )
-from lightning_moe_ckpt.inspection._rerun import request_for, run_again
+from lightning_moe_ckpt.inspection._replays import request_for, run_again
 from lightning_moe_ckpt.storage import Backend, PosixBackend, RunView
 
 _SETTLED = ("ranks", "expert_parallel", "pipeline_parallel", "sharding", "autocast", "versions")
