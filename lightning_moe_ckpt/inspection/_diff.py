@@ -18,24 +18,20 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import RenderableType
-from rich.table import Table
 from torch import Tensor
 
 from lightning_moe_ckpt.errors import Corrupt, NoUsableGeneration
 from lightning_moe_ckpt.inspection._answers import Answer, Row, kind_of, plain_table, select
-from lightning_moe_ckpt.inspection._assemble import BUFFER, Assembler, StoredTensor
+from lightning_moe_ckpt.inspection._assemble import BUFFER, Assembler, StoredTensor, identity_of
 from lightning_moe_ckpt.journal import decode_journal, differs
-from lightning_moe_ckpt.recovery import Replicas
+from lightning_moe_ckpt.recovery import Replicas, stored_losses
 from lightning_moe_ckpt.snapshot import JOURNAL, PARAM, PRESENT
 from lightning_moe_ckpt.storage import (
     CONSTANTS,
     Backend,
     Bounds,
     RankMarker,
-    RecordEntry,
     RunView,
-    StoredGeneration,
-    digest_of,
 )
 
 _AT_ONCE = 2**24
@@ -53,15 +49,16 @@ Part = tuple[str, str]
 class StoredState:
     """State of one generation, each operator as of the step at which it is stored; with or without parameters that do not train."""
 
-    def __init__(self, run: OpenedRun, stored: StoredGeneration, *, constants: bool = True) -> None:
+    def __init__(self, run: OpenedRun, step: int, *, constants: bool = True) -> None:
         backend, view = run
-        assert stored.commit is not None, "`select` chooses among those with a manifest"
-        self.url, self.commit, self.step = view.url, stored.commit, stored.generation.step
+        commit = select(view, step).commit
+        assert commit is not None, "`select` chooses among those with a manifest"
+        self.url, self.commit, self.step = view.url, commit, step
         markers = [view.read_marker(self.commit, rank) for rank in range(self.commit.world_size)]
         optimizer = None if markers[0].module is None else markers[0].module.read().optimizer
         steps: dict[str, int] = {}
         if kind_of(self.commit) == "sparse":
-            files = [file for marker in markers for file in marker.segments]
+            files = chain(*(marker.segments for marker in markers))
             steps = {record.operator: file.step for file in files for record in file.records if record.kind == "full"}
             markers = [_as_one_step(marker) for marker in markers]
         if not constants:
@@ -211,7 +208,7 @@ def _text(value: object) -> str:
 
 
 def _identities(records: Sequence[Replicas]) -> set[tuple[object, ...]]:
-    return {(r.global_start, r.numel, r.box, r.digest) for r in (each.record for each in records)}
+    return {identity_of(each.record) for each in records}
 
 
 def _difference(operator: str, name: str, a: Tensor, b: Tensor, boxes: Sequence[Bounds]) -> Iterator[Row]:
@@ -244,11 +241,13 @@ def _rank(largest: float) -> tuple[bool, float]:
 def worst_first(rows: Iterable[Row]) -> list[Row]:
     """Return differences, the largest first, as JSON values."""
     ordered = sorted(rows, key=lambda row: _rank(row["largest"]), reverse=True)
-    return [{key: plain(value) for key, value in row.items()} for row in ordered]
+    return [plain(row) for row in ordered]
 
 
 def plain(value: Any) -> Any:
-    """Return a number that is not finite as text, since JSON has none, also within a list."""
+    """Return a number that is not finite as text, since JSON has none, also within lists and mappings."""
+    if isinstance(value, Mapping):
+        return {key: plain(each) for key, each in value.items()}
     if isinstance(value, list):
         return [plain(each) for each in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
@@ -273,7 +272,7 @@ def find_parting(runs: Sequence[OpenedRun], until: int) -> Row | None:
     low, high, looked = -1, len(common), 0
     while high - low > 1:
         middle, looked = (low + high) // 2, looked + 1
-        a, b = (StoredState(run, select(run[1], common[middle])) for run in runs)
+        a, b = (StoredState(run, common[middle]) for run in runs)
         comparison = Comparison(a, b)
         if not comparison.compared:
             del common[middle]
@@ -323,19 +322,10 @@ def _by_boundary(run: OpenedRun, low: int, high: int) -> dict[tuple[int, int, st
                 for record in file.records if low < file.step <= high else ():
                     if record.kind == JOURNAL:
                         with suppress(Corrupt):
-                            found[file.step, marker.rank, ""] = _losses(backend, file.key, record)
+                            found[file.step, marker.rank, ""] = [loss.item() for loss in stored_losses(backend, file)]
                     elif record.kind != BUFFER:
                         found[file.step, marker.rank, record.name] = record.digest
     return found
-
-
-def _losses(backend: Backend, key: str, record: RecordEntry) -> list[float]:
-    stored = torch.empty(record.nbytes, dtype=torch.uint8)
-    view = memoryview(stored.numpy())  # type: ignore[arg-type]  # numpy's stubs do not say that arrays are buffers
-    backend.get_range(key, record.offset, view)
-    if digest_of(view) != record.digest:
-        raise Corrupt(f"{key}: its journal is damaged.")
-    return [float(loss) for loss in decode_journal(stored)["outcome"]["losses"] or ()]
 
 
 # -- the command
@@ -350,7 +340,7 @@ def diff(sides: Sequence[tuple[Backend, int | None]]) -> Answer:
     """
     runs = [(backend, RunView.open(backend)) for backend, _ in sides]
     steps = _steps([step for _, step in sides], runs)
-    a, b = (StoredState(run, select(run[1], step)) for run, step in zip(runs, steps, strict=True))
+    a, b = (StoredState(run, step) for run, step in zip(runs, steps, strict=True))
     comparison = Comparison(a, b)
     if not comparison.compared:
         raise NoUsableGeneration(f"No operator of step {a.step} of A is of the same step as in step {b.step} of B.")
@@ -392,8 +382,10 @@ def _figure(value: Any, digits: int) -> str:
     return value if isinstance(value, str) else f"{value:.{digits}g}"
 
 
-def difference_table(rows: Sequence[Row], a: str, b: str) -> Table:
-    """Return a table of differing tensors; `a` and `b` are the titles of the values at the largest difference."""
+def differences_shown(rows: Sequence[Row], apart: Sequence[str], a: str, b: str) -> list[RenderableType]:
+    """Return a table of differing tensors, if any, and a sentence on operators that are not compared; `a` and `b` are the titles of the
+    values at the largest difference.
+    """
     titles = ("operator", "tensor", "differ", "of", "largest", "at", a, b)
     table = plain_table(*titles, right=(*titles[2:5], *titles[6:]), wraps="tensor")
     for row in rows[:_SHOWN]:
@@ -401,7 +393,8 @@ def difference_table(rows: Sequence[Row], a: str, b: str) -> Table:
         table.add_row(row["operator"], row["tensor"], str(row["differing"]), str(row["numel"]), *values)
     if len(rows) > _SHOWN:
         table.add_row("...", f"{len(rows) - _SHOWN} more, see --json")
-    return table
+    skipped = [f"not compared, as of different steps: {len(apart)} operators, first {apart[0]}"] if apart else []
+    return [*([table] if rows else []), *skipped]
 
 
 def _tables(document: Row) -> list[RenderableType]:
@@ -411,9 +404,7 @@ def _tables(document: Row) -> list[RenderableType]:
         for side, each in ((side, document[side]) for side in "ab")
     ]
     rows, apart = document["tensors"], document["not_compared"]
-    said += [difference_table(rows, "in A", "in B")] if rows else []
-    said += document["notes"]
-    said += [f"not compared, as of different steps: {len(apart)} operators, first {apart[0]}"] if apart else []
+    said += [*differences_shown(rows, apart, "in A", "in B"), *document["notes"]]
     said += [f"beside the state: {each}" for each in document["beside"]]
     said.append(f"{len(document['different'])} of {document['compared']} operators differ")
     if (parting := document["parting"]) is not None:
