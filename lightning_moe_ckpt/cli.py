@@ -1,6 +1,6 @@
 """Define the console command `moe-ckpt`: its subcommands, their arguments and their help.
 
-Each subcommand is the function of its name in `inspection.commands` or `benchmarks._benchmark`, which returns the
+Each subcommand is the function of its name in `inspection.commands` or `benchmarks._benchmark`, and returns the
 exit status. It is imported when the subcommand runs, so that help, the completion of a shell and mistyped arguments
 wait for nothing. Results go to standard output, progress and errors to standard error.
 """
@@ -506,7 +506,7 @@ BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what others
     ),
 }
 _APART = {"peers"}
-"""Not among `all`, and not installed with the package: it has pip install what others wrote."""
+"""Not among `all`, and not installed with the package: it has pip install other systems."""
 
 
 def bench(benchmarks: Benchmarks, place: str) -> click.Group:

@@ -1,4 +1,4 @@
-"""Store what a step has seen and made, as safetensors by name: its batches, activations and gradients.
+"""Store tensors of a step, as safetensors by name: its batches, activations and gradients.
 
 A file per rank and part, `step-N.rank-R.PART.safetensors`. Names say where a tensor is: `0/images` in the step's first
 batch; `layers.1.mlp#2` is the third output of this module in the step, since micro-batches, recomputation and shared

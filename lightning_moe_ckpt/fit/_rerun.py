@@ -1,6 +1,6 @@
 """Run steps of a stored run again, look at them, and compare their losses with the run's journals: `moe-ckpt replay`.
 
-A step is the one in which `trainer.global_step` has its number, as loggers show it. It ends at the next boundary, whose
+Steps are numbered by `trainer.global_step`, as loggers show them. A step ends at the next boundary, whose
 journal has its losses: so those are known that end inside a stored window, or where a generation was taken.
 """
 

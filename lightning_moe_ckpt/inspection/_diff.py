@@ -1,7 +1,7 @@
 """Compare two stored states, of two runs or of one: operators that differ in any bit, by how much, and since when.
 
 Tensors of all ranks are put together, so runs on other ranks, in other layouts and under other policies can be compared.
-Records with equal digests are equal: only what may differ is read. Where operators are of different steps, in sparse and
+Records with equal digests are equal: only records that may differ are read. Where operators are of different steps, in sparse and
 partial generations, an operator is compared if both generations have it equally many steps old.
 """
 
@@ -47,7 +47,7 @@ Part = tuple[str, str]
 
 
 class StoredState:
-    """State of one generation, each operator as of the step at which it is stored; with or without parameters that do not train."""
+    """State of one generation, each operator as of its own step; with or without parameters that do not train."""
 
     def __init__(self, run: OpenedRun, step: int, *, constants: bool = True) -> None:
         backend, view = run
@@ -91,7 +91,7 @@ class StoredState:
         return found
 
     def step_of(self, operator: str) -> int:
-        """Return the step at which an operator was stored."""
+        """Return the step of an operator's state."""
         return self.steps.get(operator, self.step)
 
     def starts(self) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ from lightning_moe_ckpt.inspection._replays import run_again
 from lightning_moe_ckpt.storage import Backend, PosixBackend, RunView
 
 _SETTLED = ("ranks", "expert_parallel", "pipeline_parallel", "sharding", "autocast", "versions")
-"""Facts of a run on which its bits depend."""
+"""Facts of a run that decide its bits."""
 _WRONG = (
     "OTHER BITS, twice the same here: the run has computed, or kept, something wrong in these steps, or this machine does, "
     "always; an audit on a third machine tells which"
@@ -50,7 +50,7 @@ class _Again:
         """Losses by step and rank, and reasons for other bits than those of the run."""
         run = PosixBackend(folder), RunView.open(PosixBackend(folder))
         self.states = [StoredState(run, step, constants=False) for step in steps]
-        """States at all boundaries from which the stored generation has operators."""
+        """States at all boundaries of the stored generation's operators."""
 
     def doubts(self, twice: _Again, stored: StoredState) -> list[str]:
         """Return reasons why other bits than those that are stored prove nothing; `twice` is the second time."""

@@ -1,12 +1,12 @@
 """Name the ranks that compute or hold other bits than the ranks that should have the same, from tables that all ranks have.
 
 A *role* is one rank's part of a step: its batch, random state and buffers. Its owner plays it in the step that counts, other
-ranks play it for comparison. A *trace* is what one play of a role left: the digests of all messages that it sent and received,
+ranks play it for comparison. A *trace* is left by one play of a role: the digests of all messages that it sent and received,
 in their order, and last the digest of its gradients. Where two traces part at a message that was received, another rank was
 wrong first. So of ranks that depend on each other (stages, holders of each other's experts) only the one is named whose own
-work parted from what another rank made of the same.
+work parted from the work of another rank on the same.
 
-Two plays that differ say that one is wrong, not which. Three do, and so does a rank that plays its role again and gets
+Two plays that differ leave open where the fault is. Three tell it, and so does a rank that plays its role again and gets
 something else.
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor
 OnFault = Literal["warn", "restart", "stop"]
 
 RECEIVED, MADE = 0, 1
-"""Kinds of digests in a trace: of a message from another rank, and of what this rank computed."""
+"""Kinds of digests in a trace: of a message from another rank, and of a result of this rank."""
 _MOST_DISTANCES = 65
 
 Trace: TypeAlias = Sequence[Sequence[int]]
@@ -34,11 +34,11 @@ class Finding:
     """Bits that differ between ranks that should have the same; equal on all ranks."""
 
     step: int
-    """Optimizer step, as its boundary is numbered, in which the ranks differed; of a state, the boundary."""
+    """Optimizer step with different ranks, as its boundary is numbered; of a state, the boundary."""
     check: Literal["state", "compute"]
     """Name of the check that has found it."""
     ranks: tuple[int, ...]
-    """Ranks at fault: one where it is known which, else all that may be."""
+    """Ranks at fault: a single rank if that is known, else all that may be."""
     nodes: tuple[str, ...]
     """Host names of these ranks, each once."""
     operators: tuple[str, ...]
@@ -72,14 +72,14 @@ class AuditFigures:
 
 
 class Messages:
-    """What this rank sends other ranks in forward and backward, and receives, while somebody listens."""
+    """Messages from and to this rank in forward and backward, while somebody listens."""
 
     listener: ClassVar[Callable[[int, Sequence[Tensor]], None] | None] = None
     """Called with `RECEIVED` or `MADE` and the tensors of each message."""
 
 
 class Judgement(NamedTuple):
-    """What plays of a step tell of those who played."""
+    """Verdict on the ranks that have played a step."""
 
     ranks: tuple[int, ...] = ()
     """Ranks at fault, ascending; empty if there is no fault."""
@@ -96,7 +96,7 @@ An owner's are the step that counts, its repetitions, and last that from the byt
 
 
 def judge(plays: Plays, replica: Callable[[int], int]) -> Judgement:
-    """Return whom repeated plays show to be at fault; `replica` returns a rank's replica, which is wrong as a whole if one rank is."""
+    """Return the ranks at fault, as repeated plays show; `replica` returns a rank's replica, which is wrong as a whole if one rank is."""
     by_role: dict[int, dict[int, Sequence[Trace]]] = {}
     for player, roles in plays.items():
         for owner, traces in roles.items():
@@ -124,7 +124,7 @@ def judge(plays: Plays, replica: Callable[[int], int]) -> Judgement:
 
 
 def _odd(traces: Mapping[int, Trace]) -> set[int]:
-    """Return who parts from the majority by own work; without a majority, all who part from each other by it."""
+    """Return the ranks that part from the majority by own work; without a majority, all ranks that part from each other by it."""
     texts = {who: repr(trace) for who, trace in traces.items()}
     (most, number), *_ = Counter(texts.values()).most_common(1)
     if 2 * number > len(traces):
@@ -136,7 +136,7 @@ def _odd(traces: Mapping[int, Trace]) -> set[int]:
 
 
 def _is_own(trace: Trace, other: Trace) -> bool:
-    """Return whether two traces part at what was computed, and not at a message from elsewhere."""
+    """Return whether two traces part at a result, and not at a message from elsewhere."""
     for mine, its in zip(trace, other, strict=False):
         if [*mine] != [*its]:
             return MADE in (mine[0], its[0])

@@ -49,7 +49,7 @@ class LastingFault:
     name: str
     fault: Fault
     step: int
-    """Step at which the fault began."""
+    """First step of the fault."""
     since: float
     """Seconds since 1970 at which the fault began, so that the fault can outlast a process."""
     calls: int = 0

@@ -1,15 +1,15 @@
-"""Audit steps: compare what ranks should hold alike, and have a step done twice, on another rank where there is one.
+"""Audit steps: compare state that ranks should hold alike, and do a step twice, on another rank where there is one.
 
-Ranks that train data-parallel copies of one model have the same weights, so any of them can do what another one does. In an
+Ranks that train data-parallel copies of one model have the same weights, so any of them can do another one's work. In an
 audited step, before its own, each rank plays the role of the rank at some distance (another node's, where there is one). Expert-parallel
 ranks and stages do so together. Digests of the gradients of both are compared before the optimizer steps. Where they differ, the
-step is done again, by its owner, by who played it, and by a third, and `judge` names who is wrong. All of that is undone.
+step is done again, by its owner, by the player, and by a third, and `judge` names the rank at fault. All of that is undone.
 
 A run begins with a step that is only watched: whether it could be undone. Another one is played by all, by its owner too: where the
 owner's own repetition differs, kernels are not deterministic; where other ranks differ, a step depends on its rank. Neither is a fault, and
 nothing is compared then that never was equal.
 
-Invariant: what is trained with audits has the bits of what is trained without.
+Invariant: a model trained with audits has the bits of a model trained without.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _REPEATS = 4
 
 
 class _Turn(Enum):
-    """What the next step is for."""
+    """Purpose of the next step."""
 
     WATCHED = auto()
     """It is only watched: whether it can be undone."""
@@ -64,20 +64,20 @@ class _Turn(Enum):
 
 
 class Audits:
-    """Audits of one fit's steps, at every step that `every` divides; what is found is `figures`."""
+    """Audits of one fit's steps, at every step that `every` divides; the results are `figures`."""
 
     def __init__(
         self, trainer: Trainer, module: LightningModule, run: FitSession, *, every: int, on_fault: OnFault
     ) -> None:
         self._trainer, self._module, self._run, self._every, self._on_fault = trainer, module, run, every, on_fault
         self.clock: HookClock = run.clock
-        """Clock of hooks, to which audits count."""
+        """Clock of hooks, audits included."""
         self.figures = AuditFigures()
         """Audits so far."""
         self._session: CheckpointSession | None = None
         self._turn, self._step = _Turn.WATCHED, -1
         self._trusted: set[int] = set()
-        """Distances at which all ranks have agreed before."""
+        """Distances where all ranks have agreed before."""
         self._known: set[str] = set()
         """Operators whose state is known to differ."""
         self._watch: Watch | None = None
@@ -139,7 +139,7 @@ class Audits:
         self._ended(finding, clean=clean)
 
     def close(self) -> None:
-        """Let go of what a step under way holds."""
+        """Let go of the memory for a step under way."""
         self._drop()
 
     # -- whether steps can be played
@@ -197,13 +197,13 @@ class Audits:
         return int(self._run.session.job.groups.dp_size)
 
     def _at(self, distance_: int) -> int:
-        """Return the rank that holds what this one holds, so many replicas further."""
+        """Return the rank of this one's replica so many replicas further."""
         groups = self._run.session.job.groups
         peers = groups.ranks("expert_data")
         return peers[(groups.dp_rank + distance_) % len(peers)]
 
     def _distances(self) -> list[int]:
-        """Return the distances at which roles are played: in ordinary audits the first one, in the others all."""
+        """Return the distances for plays of roles: in ordinary audits the first one, in the others all."""
         groups = self._run.session.job.groups
         first = distance(self._run.sessions.hosts, groups.stage_size, groups.ep_size)
         return [first, first % (self._replicas - 1) + 1] if self._replicas > 2 else [first]
@@ -275,7 +275,7 @@ class Audits:
         return [f"a step asks other ranks ({names}), whose roles change places in an audit"] if names else []
 
     def _played(self, sent: bytes) -> Play:
-        """Play a role from what was sent of it, one's own from nothing, and undo it all."""
+        """Play a role from the parts sent, one's own from nothing, and undo it all."""
         assert self._attempt is not None
         assert self._role is not None
         counts = hold_counts()
@@ -325,7 +325,7 @@ class Audits:
         return finding, trusted and finding is None
 
     def _triage(self, own: Play) -> Finding | None:
-        """Do the step again on its rank, on that which played it, and on a third, and judge. Collective."""
+        """Do the step again on its rank, on its player, and on a third, and judge. Collective."""
         assert self._role is not None
         rank, distances = self._exchange.rank, self._distances()
         watch = Watch(self._module)
@@ -405,7 +405,7 @@ class Audits:
             self._run.sessions.condemn(finding.ranks, finding.text, ends=self._on_fault == "stop")
 
     def _say_cost(self) -> None:
-        """Say what audits cost, two steps behind the first one."""
+        """Log the cost of audits, two steps behind the first one."""
         now, spent = time.perf_counter(), self.figures.seconds
         if self._pace is None and self.figures.audits == 1 and self._turn is _Turn.ORDINARY:
             self._pace = now, spent

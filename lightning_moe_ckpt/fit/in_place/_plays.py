@@ -1,6 +1,6 @@
-"""Play a rank's role in a step, on this rank or another one: forward and backward, of which only digests stay.
+"""Play a rank's role in a step, on this rank or another one: forward and backward; only digests stay.
 
-What a step reads beside weights is its *role*: batch, random state, buffers, and attributes that training has changed. It travels as
+The input of a step beside weights is its *role*: batch, random state, buffers, and attributes that training has changed. It travels as
 bytes. A play goes around strategy, hooks and optimizer: gradients are digested as backward makes them, before any reduction, and
 dropped. The step that counts is digested in the same places, so it is audited itself, under whatever strategy.
 """
@@ -150,7 +150,7 @@ def _is_logged() -> bool:
 
 
 class Role:
-    """What this rank's step reads beside weights, as the step begins; `take_up` lets this rank have another one's."""
+    """Input of this rank's step beside weights, as the step begins; `take_up` lets this rank have another one's."""
 
     def __init__(self, trainer: Trainer, module: LightningModule, run: FitSession, arguments: tuple[Any, ...]) -> None:
         self._module, self._run, self._device = module, run, trainer.strategy.root_device
