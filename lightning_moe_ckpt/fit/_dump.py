@@ -1,8 +1,8 @@
-"""Store tensors of a step, as safetensors by name: its batches, activations and gradients.
+"""Store a step's tensors, as safetensors by name: its batches, activations and gradients.
 
 A file per rank and part, `step-N.rank-R.PART.safetensors`. Names say where a tensor is: `0/images` in the step's first
-batch; `layers.1.mlp#2` is the third output of this module in the step, since micro-batches, recomputation and shared
-modules call one several times; parts of an output are `layers.1.mlp#2/0`. Gradients have the names of parameters, and are those
+batch; `layers.1.mlp#2` is this module's third output in the step, since micro-batches, recomputation and shared
+modules call one several times; parts of an output are `layers.1.mlp#2/0`. Gradients have their parameters' names, and are those
 before clipping; of a sharded parameter, this rank's part.
 """
 
@@ -27,7 +27,7 @@ PARTS = ("gradients", "activations", "batch")
 
 
 class StepDump:
-    """Store `parts` of a step of `rank` in the folder `out`; call its methods in the order of a step's hooks."""
+    """Store `parts` of each step on `rank` in the folder `out`; call its methods in the hooks' order."""
 
     def __init__(self, parts: Collection[str], out: Path, rank: int) -> None:
         self._parts, self._out, self._rank = parts, out, rank

@@ -34,7 +34,7 @@ from lightning_moe_ckpt.tiers import SessionConfig
 log = rank_logger(__name__)
 
 OF_TRAINER = ("gradient_clip_val", "gradient_clip_algorithm")
-"""Attributes of the trainer that `--set` may set."""
+"""Attributes on the trainer that `--set` may set."""
 
 
 class Rerun(Callback):
@@ -51,7 +51,7 @@ class Rerun(Callback):
         self._files: list[str] = []
         self._dump: StepDump | None = None
         self.first = 0
-        """First boundary of the restored generation."""
+        """The restored generation's first boundary."""
         self.notes: list[str] = []
         """Reasons for other losses than those of the run, in words."""
 
@@ -132,7 +132,7 @@ class Rerun(Callback):
 
 
 def _journalled_losses(config: SessionConfig, rank: int, world_size: int, boundaries: range) -> dict[int, list[Tensor]]:
-    """Return a rank's losses of the steps that end at these boundaries, by boundary, where a generation of as many ranks has them."""
+    """Return a rank's losses by the boundary that ends their step, where a generation with as many ranks has them."""
     found: dict[int, list[Tensor]] = {}
     with closing(open_backend(config.url, storage_options=config.storage_options)) as backend:
         view = RunView.open(backend)

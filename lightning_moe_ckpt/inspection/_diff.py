@@ -47,7 +47,7 @@ Part = tuple[str, str]
 
 
 class StoredState:
-    """State of one generation, each operator as of its own step; with or without parameters that do not train."""
+    """A generation's state, each operator as of its own step; with or without parameters that do not train."""
 
     def __init__(self, run: OpenedRun, step: int, *, constants: bool = True) -> None:
         backend, view = run
@@ -68,7 +68,7 @@ class StoredState:
             ]
         self.tensors = Assembler(backend, markers)
         self.steps = steps | self.tensors.older
-        """Steps of operators that are older than the generation; of others perhaps too."""
+        """Steps of operators older than the generation; perhaps of others too."""
         self.scalars = self.tensors.shared_scalars() if kind_of(self.commit) == "partial" else {}
         """Optimizer state that experts in a partial generation share, not in any record."""
         told = {
@@ -91,7 +91,7 @@ class StoredState:
         return found
 
     def step_of(self, operator: str) -> int:
-        """Return the step of an operator's state."""
+        """Return the step for an operator's state."""
         return self.steps.get(operator, self.step)
 
     def starts(self) -> list[dict[str, Any]]:
@@ -188,7 +188,7 @@ class Comparison:
                 yield from _difference(operator, name, *tensors, everything if own else boxes)
 
     def beside(self) -> list[str]:
-        """Return other differences in words: facts of the runs, and, if steps and ranks are the same, parts of the journals."""
+        """Return other differences in words: facts on the runs, and, if steps and ranks are the same, parts of the journals."""
         a, b = self._a, self._b
         found = [
             f"{key}: {_text(a.told.get(key))} in A, {_text(b.told.get(key))} in B"
@@ -332,7 +332,7 @@ def _by_boundary(run: OpenedRun, low: int, high: int) -> dict[tuple[int, int, st
 
 
 def diff(sides: Sequence[tuple[Backend, int | None]]) -> Answer:
-    """Compare the state of A with that of B. Without steps it is the newest that both have.
+    """Compare A's state with B's. Without steps it is the newest that both have.
 
     Raises:
         NoUsableGeneration: there is no such generation.

@@ -27,7 +27,7 @@ from lightning_moe_ckpt.inspection._replays import run_again
 from lightning_moe_ckpt.storage import Backend, PosixBackend, RunView
 
 _SETTLED = ("ranks", "expert_parallel", "pipeline_parallel", "sharding", "autocast", "versions")
-"""Facts of a run that decide its bits."""
+"""Facts that decide a run's bits."""
 _WRONG = (
     "OTHER BITS, twice the same here: the run has computed, or kept, something wrong in these steps, or this machine does, "
     "always; an audit on a third machine tells which"

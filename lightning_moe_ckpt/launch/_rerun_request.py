@@ -19,7 +19,7 @@ class RerunRequest:
     tag: str
     """Tag, as of shared memory, of the only run that may be resumed."""
     name: str
-    """Name of this replay, 32 hexadecimal digits: it takes the place of the tag."""
+    """Name of this replay, 32 hexadecimal digits: it replaces the tag."""
     results: str
     """File for the losses, written by rank 0."""
     step: int
@@ -37,7 +37,7 @@ class RerunRequest:
     store_from: int = 0
     """First of these boundaries."""
     given: Mapping[str, Any] = field(default_factory=dict)
-    """Values of the optimizer's groups, or of the trainer's clipping, from `step` on."""
+    """Values for the optimizer's groups, or the trainer's clipping, from `step` on."""
 
     def to_environment(self) -> dict[str, str]:
         """Return the variable for the processes to start."""

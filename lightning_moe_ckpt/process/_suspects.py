@@ -2,9 +2,9 @@
 
 A *role* is one rank's part of a step: its batch, random state and buffers. Its owner plays it in the step that counts, other
 ranks play it for comparison. A *trace* is left by one play of a role: the digests of all messages that it sent and received,
-in their order, and last the digest of its gradients. Where two traces part at a message that was received, another rank was
-wrong first. So of ranks that depend on each other (stages, holders of each other's experts) only the one is named whose own
-work parted from the work of another rank on the same.
+in their order, and last its gradients' digest. Where two traces part at a message that was received, another rank was
+wrong first. So among ranks that depend on each other (stages, holders of each other's experts) only the one is named whose own
+work parted from another rank's work on the same.
 
 Two plays that differ leave open where the fault is. Three tell it, and so does a rank that plays its role again and gets
 something else.
@@ -22,7 +22,7 @@ from torch import Tensor
 OnFault = Literal["warn", "restart", "stop"]
 
 RECEIVED, MADE = 0, 1
-"""Kinds of digests in a trace: of a message from another rank, and of a result of this rank."""
+"""Kinds of digests in a trace: a message from another rank, and a result on this rank."""
 _MOST_DISTANCES = 65
 
 Trace: TypeAlias = Sequence[Sequence[int]]
@@ -36,13 +36,13 @@ class Finding:
     step: int
     """Optimizer step with different ranks, as its boundary is numbered; of a state, the boundary."""
     check: Literal["state", "compute"]
-    """Name of the check that has found it."""
+    """Check that has found it, by name."""
     ranks: tuple[int, ...]
     """Ranks at fault: a single rank if that is known, else all that may be."""
     nodes: tuple[str, ...]
-    """Host names of these ranks, each once."""
+    """These ranks' host names, each once."""
     operators: tuple[str, ...]
-    """Names of operators with differing state or gradients, in the order of the model."""
+    """Names of operators with differing state or gradients, in the model's order."""
     sticky: bool
     """Whether the same work, done again, differed again; a state is as it is."""
     text: str
@@ -54,9 +54,9 @@ class AuditFigures:
     """Audits of one incarnation, the same on all ranks apart from seconds."""
 
     audits: int = 0
-    """Number of audits with a result."""
+    """Audits with a result."""
     audited: int | None = None
-    """Step of the newest clean audit of this incarnation; `None` before one."""
+    """Step of the newest clean audit in this incarnation; `None` before one."""
     findings: tuple[Finding, ...] = ()
     """All findings, oldest first."""
     seconds: float = 0.0
@@ -90,7 +90,7 @@ class Judgement(NamedTuple):
 
 
 Plays: TypeAlias = Mapping[int, Mapping[int, Sequence[Trace]]]
-"""Traces by the rank that played and the owner of the role, in the order of the plays.
+"""Traces by the rank that played and the owner of the role, in the order played.
 
 An owner's are the step that counts, its repetitions, and last that from the bytes that were sent to others."""
 

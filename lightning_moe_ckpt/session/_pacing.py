@@ -216,7 +216,7 @@ class _TierCost:
 
 
 class _CaptureCost:
-    """Cost of captures to this rank's steps."""
+    """Captures' cost to this rank's steps."""
 
     def __init__(self) -> None:
         self.steps, self._windows = 0, deque[int](maxlen=16)
@@ -454,7 +454,7 @@ class Governor:
         return idle_for > min(self.rest_seconds.get(name, 0.0) * PPM, _FOREVER)
 
     def overhead(self, *, start_seconds: float, end_seconds: float) -> Overhead:
-        """Return the cost of checkpoints on this rank."""
+        """Return the checkpoints' cost on this rank."""
         hooks, tiers, recent = self.measured.shares()
         return Overhead(
             target=self._target,

@@ -1,15 +1,15 @@
 """Audit steps: compare state that ranks should hold alike, and do a step twice, on another rank where there is one.
 
-Ranks that train data-parallel copies of one model have the same weights, so any of them can do another one's work. In an
-audited step, before its own, each rank plays the role of the rank at some distance (another node's, where there is one). Expert-parallel
-ranks and stages do so together. Digests of the gradients of both are compared before the optimizer steps. Where they differ, the
-step is done again, by its owner, by the player, and by a third, and `judge` names the rank at fault. All of that is undone.
+Data-parallel ranks have the same weights, so any rank can do another one's work. In an
+audited step, before its own, each rank plays another rank's role, at some distance (another node's, where there is one). Expert-parallel
+ranks and stages do so together. Both ranks' digests of gradients are compared before the optimizer steps. Where they differ, the
+step is done again, by its owner, by the player, and by a third, and `judge` names the rank at fault. Everything is undone then.
 
 A run begins with a step that is only watched: whether it could be undone. Another one is played by all, by its owner too: where the
 owner's own repetition differs, kernels are not deterministic; where other ranks differ, a step depends on its rank. Neither is a fault, and
 nothing is compared then that never was equal.
 
-Invariant: a model trained with audits has the bits of a model trained without.
+Invariant: a model trained with audits has the same bits as without.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _REPEATS = 4
 
 
 class _Turn(Enum):
-    """Purpose of the next step."""
+    """The next step's purpose."""
 
     WATCHED = auto()
     """It is only watched: whether it can be undone."""
@@ -71,7 +71,7 @@ class Audits:
     ) -> None:
         self._trainer, self._module, self._run, self._every, self._on_fault = trainer, module, run, every, on_fault
         self.clock: HookClock = run.clock
-        """Clock of hooks, audits included."""
+        """The hooks' clock, audits included."""
         self.figures = AuditFigures()
         """Audits so far."""
         self._session: CheckpointSession | None = None
@@ -86,7 +86,7 @@ class Audits:
         self._role: Role | None = None
         self._arguments: tuple[Any, ...] = ()
         self._sent: dict[int, bytes] = {}
-        """Roles of other ranks, by distance."""
+        """Other ranks' roles, by distance."""
         self._plays: dict[int, Play] = {}
         """Plays in front of the step under way, by distance."""
         self._own: Play | None = None
@@ -139,7 +139,7 @@ class Audits:
         self._ended(finding, clean=clean)
 
     def close(self) -> None:
-        """Let go of the memory for a step under way."""
+        """Release the memory for a step under way."""
         self._drop()
 
     # -- whether steps can be played
@@ -405,7 +405,7 @@ class Audits:
             self._run.sessions.condemn(finding.ranks, finding.text, ends=self._on_fault == "stop")
 
     def _say_cost(self) -> None:
-        """Log the cost of audits, two steps behind the first one."""
+        """Log what audits cost, two steps behind the first one."""
         now, spent = time.perf_counter(), self.figures.seconds
         if self._pace is None and self.figures.audits == 1 and self._turn is _Turn.ORDINARY:
             self._pace = now, spent
@@ -419,7 +419,7 @@ class Audits:
             )
 
     def _drop(self) -> None:
-        """Let go of the step under way."""
+        """Drop the step under way."""
         if self._own is not None:
             self._own.__exit__()
         if self._watch is not None:
@@ -429,7 +429,7 @@ class Audits:
 
 
 def hash_of(play: Play) -> int:
-    """Return one digest of a play."""
+    """Return one digest for a play."""
     return play.trace[-1][1]
 
 

@@ -38,7 +38,7 @@ _IN_ANY_ORDER = ("alltoall", "all_to_all", "send", "recv", "wait", "barrier", "b
 
 
 class Play:
-    """Digests of one forward and backward while entered: messages of this rank, and gradients of `module` by operator."""
+    """Digests of one forward and backward while entered: this rank's messages, and gradients in `module` by operator."""
 
     def __init__(self, module: LightningModule, operators: OperatorSet, *, keeps: bool = False) -> None:
         self._parts: dict[str, list[tuple[str, slice]]] = {}
@@ -66,7 +66,7 @@ class Play:
 
     @property
     def gradients(self) -> dict[str, int]:
-        """Digests of gradients by operator; those of micro-batches are added up, in whatever order they came."""
+        """Gradients' digests by operator; micro-batches are added up, in whatever order they came."""
         sums: dict[str, int] = {}
         for name, digest in self._made:
             sums[name] = (sums.get(name, 0) + int(digest)) % _WORD
@@ -74,7 +74,7 @@ class Play:
 
     @property
     def trace(self) -> Trace:
-        """Digests of messages in order, and behind them that of all gradients."""
+        """Messages' digests in order, and behind them the gradients' digest."""
         made = xxh3_64_intdigest(repr(self.gradients).encode()) - _WORD // 2
         return [*([kind, int(digest)] for kind, digest in self._messages), [MADE, made]]
 
@@ -170,7 +170,7 @@ class Role:
         return encode({**own, "buffers": dict(self._module.named_buffers()) if buffers else {}})
 
     def buffers_digest(self) -> int:
-        """Return a digest of all buffers."""
+        """Return one digest for all buffers."""
         found = [int(digest) for digest in digests_of([*self._module.buffers()])]
         return xxh3_64_intdigest(repr(found).encode()) - _WORD // 2
 
