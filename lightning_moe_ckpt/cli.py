@@ -162,6 +162,8 @@ _STORAGE = _option(
     type=_setting,
     multiple=True,
 )
+_PATH = click.Path(path_type=Path)
+_COMMAND = click.Argument(["command"], metavar="-- COMMAND [ARGS]...", nargs=-1, required=True, type=click.UNPROCESSED)
 _STEP = _option("--step", "This step instead of the newest usable one.", "N", type=int)
 
 
@@ -194,7 +196,7 @@ _LOOKING = [
         "export",
         "Write a dense or partial generation to safetensors, a .ckpt, or a folder of torch DCP or Hugging Face.",
         _cli_options.EXPORT,
-        click.Argument(["out"], metavar="OUT", type=click.Path(path_type=Path)),
+        click.Argument(["out"], metavar="OUT", type=_PATH),
         _STEP,
         _option(
             "--format",
@@ -233,19 +235,14 @@ _LOOKING = [
         "replay",
         "Run steps of a run again in its training script, and look at them.",
         _cli_options.REPLAY,
-        click.Argument(["command"], metavar="-- COMMAND [ARGS]...", nargs=-1, required=True, type=click.UNPROCESSED),
+        _COMMAND,
         _option("--step", "First step to look at, as loggers number them.", "N", type=click.IntRange(0), required=True),
         _option("--until", "Last step (default: the first).", "M", type=click.IntRange(0)),
-        _option(
-            "--hook",
-            "Called at each of the steps with trainer, module, batch, batch_idx.",
-            "MODULE:FUNCTION",
-            default="",
-        ),
+        _option("--hook", "Called at each step with trainer, module, batch, batch_idx.", "MODULE:FUNCTION", default=""),
         _option(
             "--dump", "Of each step: gradients, activations, batch; joined by commas.", "PARTS", type=_parts, default=""
         ),
-        _option("--out", "Folder for --dump.", "DIR", type=click.Path(path_type=Path)),
+        _option("--out", "Folder for --dump.", "DIR", type=_PATH),
         _option(
             "--set",
             "Of the optimizer's groups, such as lr=1e-5, or gradient_clip_val; from N on other bits. Repeat for several.",
@@ -259,7 +256,7 @@ _LOOKING = [
         "audit",
         "Run the steps between two generations again, and compare every bit with the run's.",
         _cli_options.AUDIT,
-        click.Argument(["command"], metavar="-- COMMAND [ARGS]...", nargs=-1, required=True, type=click.UNPROCESSED),
+        _COMMAND,
         _option(
             "--from",
             "From the newest generation at or before step N (default: the newest two).",
@@ -273,7 +270,7 @@ _LOOKING = [
         "Begin a run from a .ckpt of Lightning, or a folder of torch DCP or Hugging Face.",
         _cli_options.IMPORT,
         [
-            click.Argument(["src"], metavar="SRC", type=click.Path(path_type=Path)),
+            click.Argument(["src"], metavar="SRC", type=_PATH),
             _URL,
             _flag("--weights-only", "Without optimizer, schedulers, callbacks and loops; at step 0."),
             _option("--prefix", "Begin of all names in the module that names in SRC lack.", "NAME.", default=""),
@@ -306,18 +303,14 @@ _LOOKING = [
         "report",
         "Write a page with plots of a run.",
         _cli_options.REPORT,
-        click.Argument(
-            ["out"], metavar="[OUT]", required=False, type=click.Path(path_type=Path), default="report.html"
-        ),
+        click.Argument(["out"], metavar="[OUT]", required=False, type=_PATH, default="report.html"),
         _flag("--force", "Replace a file that exists."),
     ),
     _on_a_run(
         "profile",
         "Write what a run has measured, for simulate and plan.",
         _cli_options.PROFILE,
-        click.Argument(
-            ["out"], metavar="[OUT]", required=False, type=click.Path(path_type=Path), default="profile.yaml"
-        ),
+        click.Argument(["out"], metavar="[OUT]", required=False, type=_PATH, default="profile.yaml"),
         _option(
             "--set",
             "Of a profile, such as speeds.device_host=20GB or costs.repair=10min; repeat for several.",
@@ -341,7 +334,7 @@ _LOOKING = [
         [
             click.Argument(["url"], metavar="[URL]", required=False),
             _flag("--cluster", "Examine the nodes of the job of which this process is a rank."),
-            _option("--plan", "With --cluster: of `moe-ckpt plan --json`.", "FILE", type=click.Path(path_type=Path)),
+            _option("--plan", "With --cluster: of `moe-ckpt plan --json`.", "FILE", type=_PATH),
             _option("--wait", "With --cluster: time for all ranks to come.", "TIME", type=_time, default="20s"),
             _JSON,
             _STORAGE,
@@ -387,12 +380,7 @@ _LOOKING = [
         "Choose policy, window and cadence for a failure rate, or show the shared memory that a run will take.",
         _cli_options.PLAN,
         [
-            _option(
-                "--profile",
-                "Profile of the run; the model and the cluster are those in it.",
-                "FILE",
-                type=click.Path(path_type=Path),
-            ),
+            _option("--profile", "Profile of the run; the model and the cluster are those in it.", "FILE", type=_PATH),
             _option("--mtbf", "Profile: mean time between failures of the whole run, such as 2h.", "TIME", type=_time),
             _option(
                 "--scope",
@@ -436,20 +424,16 @@ _LOOKING = [
         "Show the goodput of a run under failures, by checkpointing system.",
         _cli_options.SIMULATE,
         [
-            click.Argument(["path"], metavar="PROFILE", type=click.Path(path_type=Path)),
+            click.Argument(["path"], metavar="PROFILE", type=_PATH),
             _option("--mtbf", "Mean time between failures (default: 2h).", "TIME", type=_cli_options.seconds),
-            _option("--trace", "Failures instead: lines of seconds,scope.", "FILE", type=click.Path(path_type=Path)),
+            _option("--trace", "Failures instead: lines of seconds,scope.", "FILE", type=_PATH),
             _option(
-                "--scope",
-                "What failures take (default: node).",
-                type=click.Choice(["node", "process", "cluster"]),
+                "--scope", "What failures take (default: node).", type=click.Choice(["node", "process", "cluster"])
             ),
             _option("--system", _cli_options.SYSTEM, "NAME[:SETTING=VALUE,...]", multiple=True, name="chosen"),
             _option("--hours", "Wall time of the run.", "H", type=float, default=24.0),
             number("--seeds", 10, "Runs of each system, with failures of their own."),
-            _option(
-                "--plot", "Also draw the parts, such as out.png or out.svg.", "FILE", type=click.Path(path_type=Path)
-            ),
+            _option("--plot", "Also draw the parts, such as out.png or out.svg.", "FILE", type=_PATH),
             _flag("--json", "Write one JSON document.", "as_json"),
         ],
     ),
