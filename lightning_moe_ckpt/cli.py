@@ -60,11 +60,9 @@ class _Program(click.Group):
         try:
             status = super().invoke(ctx)
             sys.stdout.flush()
-        except CheckpointError as error:
-            sys.stderr.write(f"moe-ckpt: {error}\n")
-            return 2
-        except ModuleNotFoundError as error:
-            if (sentence := remedy(error)) is None:
+        except (CheckpointError, ModuleNotFoundError) as error:
+            sentence = remedy(error) if isinstance(error, ModuleNotFoundError) else str(error)
+            if sentence is None:
                 raise
             sys.stderr.write(f"moe-ckpt: {sentence}\n")
             return 2

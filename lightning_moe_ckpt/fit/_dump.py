@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ class StepDump:
                 compiled, self._calls = compiled_modules(module), Counter[str]()
                 for name, part in module.named_modules():
                     if part is not module and part not in compiled:
-                        self._handles.append(part.register_forward_hook(self._noting(name)))
+                        self._handles.append(part.register_forward_hook(partial(self._output, name)))
             self._batches = 0
         if "batch" in self._parts:
             self._note("batch", str(self._batches), batch)
@@ -68,12 +69,9 @@ class StepDump:
             written.append(str(path))
         return written
 
-    def _noting(self, name: str) -> Any:
-        def note(_module: torch.nn.Module, _args: Any, output: Any) -> None:
-            self._note("activations", f"{name}#{self._calls[name]}", output)
-            self._calls[name] += 1
-
-        return note
+    def _output(self, name: str, _module: torch.nn.Module, _args: Any, output: Any) -> None:
+        self._note("activations", f"{name}#{self._calls[name]}", output)
+        self._calls[name] += 1
 
     def _note(self, part: str, name: str, value: Any) -> None:
         for path, leaf in pytree.tree_leaves_with_path(value):

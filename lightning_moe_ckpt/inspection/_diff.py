@@ -38,7 +38,6 @@ _AT_ONCE = 2**24
 """Elements whose differences are in memory at once."""
 _SHOWN = 12
 """Most tensors in a table."""
-_OF_RANK = "buffers of rank "
 
 OpenedRun = tuple[Backend, RunView]
 """A run's storage and view."""
@@ -53,41 +52,36 @@ class StoredState:
         backend, view = run
         commit = select(view, step).commit
         assert commit is not None, "`select` chooses among those with a manifest"
-        self.url, self.commit, self.step = view.url, commit, step
-        markers = [view.read_marker(self.commit, rank) for rank in range(self.commit.world_size)]
+        self.url, self.commit, self.step, kind = view.url, commit, step, kind_of(commit)
+        markers = [view.read_marker(commit, rank) for rank in range(commit.world_size)]
         optimizer = None if markers[0].module is None else markers[0].module.read().optimizer
         steps: dict[str, int] = {}
-        if kind_of(self.commit) == "sparse":
+        if kind == "sparse":
             files = chain(*(marker.segments for marker in markers))
             steps = {record.operator: file.step for file in files for record in file.records if record.kind == "full"}
             markers = [_as_one_step(marker) for marker in markers]
         if not constants:
-            markers = [
-                replace(each, policy={key: value for key, value in each.policy.items() if key != CONSTANTS})
-                for each in markers
-            ]
+            markers = [replace(each, policy=_without(each.policy, CONSTANTS)) for each in markers]
         self.tensors = Assembler(backend, markers)
         self.steps = steps | self.tensors.older
         """Steps of operators older than the generation; perhaps of others too."""
-        self.scalars = self.tensors.shared_scalars() if kind_of(self.commit) == "partial" else {}
+        self.scalars = self.tensors.shared_scalars() if kind == "partial" else {}
         """Optimizer state that experts in a partial generation share, not in any record."""
-        told = {
-            key: value for key, value in self.commit.policy.items() if key not in {"plan", "fingerprint", CONSTANTS}
-        }
-        self.told = {"ranks": self.commit.world_size, "kind": kind_of(self.commit), "optimizer": optimizer, **told}
+        told = _without(commit.policy, "plan", "fingerprint", CONSTANTS)
+        self.told = {"ranks": commit.world_size, "kind": kind, "optimizer": optimizer, **told}
         """Facts that may explain why states differ."""
 
-    def parts(self) -> dict[Part, list[Replicas]]:
-        """Return every tensor's records by operator; each rank's buffers are an operator."""
+    def parts(self, num_ranks: int) -> dict[Part, list[Replicas]]:
+        """Return every tensor's records by operator; buffers on each of the first ranks are an operator."""
         found: dict[Part, list[Replicas]] = defaultdict(list)
         for each in self.tensors.full:
             record = each.record
             if record.present and record.state_key != PRESENT:
                 name = record.fqn if record.state_key == PARAM else f"{record.fqn}/{record.state_key}"
                 found[record.operator, name].append(each)
-        for rank, row in enumerate(self.tensors.boundary):
+        for rank, row in enumerate(self.tensors.boundary[:num_ranks]):
             for each in (each for each in row if each.record.kind == BUFFER):
-                found[f"{_OF_RANK}{rank}", each.record.fqn].append(each)
+                found[f"buffers of rank {rank}", each.record.fqn].append(each)
         return found
 
     def step_of(self, operator: str) -> int:
@@ -107,6 +101,10 @@ class StoredState:
         known = {each.record.digest for each in others}
         odd = next((each for each in records if each.record.digest not in known), records[0])
         return self.tensors.record(odd).view(first.global_shape)
+
+
+def _without(policy: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in policy.items() if key not in keys}
 
 
 def _as_one_step(marker: RankMarker) -> RankMarker:
@@ -131,22 +129,18 @@ class Comparison:
 
     def __init__(self, a: StoredState, b: StoredState, steps: int | None = None) -> None:
         self._a, self._b = a, b
-        self._left, self._right = a.parts(), b.parts()
-        if a.commit.world_size != b.commit.world_size:  # then only rank 0 is the same in both
-            for parts in (self._left, self._right):
-                for part in [p for p in parts if p[0].startswith(_OF_RANK) and p[0] != f"{_OF_RANK}0"]:
-                    del parts[part]
+        same = a.commit.world_size == b.commit.world_size  # else only rank 0 is the same in both
+        self._left, self._right = (each.parts(each.commit.world_size if same else 1) for each in (a, b))
         apart = a.step - b.step if steps is None else steps
         operators = {operator for operator, _ in self._left.keys() & self._right.keys()}
         self.apart = sorted(each for each in operators if a.step_of(each) - b.step_of(each) != apart)
         """Operators that are not compared, as they are of different steps."""
         shared = a.scalars.keys() | b.scalars.keys()
-        alone = [
-            part
-            for part in sorted(self._left.keys() ^ self._right.keys())
-            if part[1] not in shared and part[0] not in self.apart
+        self.notes = [
+            f"only in {'AB'[(operator, name) in self._right]}: `{name}` of {operator}"
+            for operator, name in sorted(self._left.keys() ^ self._right.keys())
+            if name not in shared and operator not in self.apart
         ]
-        self.notes = [f"only in {'AB'[part in self._right]}: `{part[1]}` of {part[0]}" for part in alone]
         """Tensors that one side lacks or has in another shape or type, in words."""
         for name in a.scalars.keys() & b.scalars.keys():
             if differs(a.scalars[name], b.scalars[name]):
@@ -382,10 +376,11 @@ def _figure(value: Any, digits: int) -> str:
     return value if isinstance(value, str) else f"{value:.{digits}g}"
 
 
-def differences_shown(rows: Sequence[Row], apart: Sequence[str], a: str, b: str) -> list[RenderableType]:
+def differences_shown(document: Row, a: str, b: str) -> list[RenderableType]:
     """Return a table of differing tensors, if any, and a sentence on operators that are not compared; `a` and `b` are the titles of the
     values at the largest difference.
     """
+    rows, apart = document["tensors"], document["not_compared"]
     titles = ("operator", "tensor", "differ", "of", "largest", "at", a, b)
     table = plain_table(*titles, right=(*titles[2:5], *titles[6:]), wraps="tensor")
     for row in rows[:_SHOWN]:
@@ -403,8 +398,7 @@ def _tables(document: Row) -> list[RenderableType]:
         f"{side.upper()}: step {each['step']} (incarnation {each['incarnation']}) of {each['url']}, {each['kind']}, ranks: {each['ranks']}"
         for side, each in ((side, document[side]) for side in "ab")
     ]
-    rows, apart = document["tensors"], document["not_compared"]
-    said += [*differences_shown(rows, apart, "in A", "in B"), *document["notes"]]
+    said += [*differences_shown(document, "in A", "in B"), *document["notes"]]
     said += [f"beside the state: {each}" for each in document["beside"]]
     said.append(f"{len(document['different'])} of {document['compared']} operators differ")
     if (parting := document["parting"]) is not None:

@@ -83,11 +83,10 @@ def audit_window(backend: Backend, start: int | None, command: Sequence[str]) ->
         wrong = [row for row in losses if row["same"] is False]
         rows = worst_first(row for comparison in comparisons for row in comparison.differences())
         notes = list(dict.fromkeys(note for comparison in comparisons for note in comparison.notes))
-        verdict = "other bits" if wrong or rows or notes else "the same bits"
-        if verdict == "other bits" and (
-            reasons := again.doubts(_Again(view, first, stored, command, Path(folder, "second")), stored)
-        ):
-            verdict, notes = "no verdict", [*notes, *reasons]
+        verdict = "the same bits"
+        if wrong or rows or notes:
+            reasons = again.doubts(_Again(view, first, stored, command, Path(folder, "second")), stored)
+            verdict, notes = "no verdict" if reasons else "other bits", [*notes, *reasons]
         compared = {operator for comparison in comparisons for operator in comparison.compared}
         document = {
             "url": view.url,
@@ -122,13 +121,14 @@ def _window(view: RunView, start: int | None) -> tuple[int, int]:
 
 
 def _tables(document: Row) -> list[RenderableType]:
-    first, last, rows, apart = (document[key] for key in ("first", "last", "tensors", "not_compared"))
-    said: list[RenderableType] = [f"steps {first} to {last - 1} of run {document['run_id']} were run again"]
-    said.append(f"losses: {document['losses_compared']} compared, {len(document['losses'])} differ")
+    said: list[RenderableType] = [
+        f"steps {document['first']} to {document['last'] - 1} of run {document['run_id']} were run again",
+        f"losses: {document['losses_compared']} compared, {len(document['losses'])} differ",
+    ]
     for row in document["losses"][:1]:
         both = f"{losses_text(row['again'])}, in the run {losses_text(row['stored'])}"
         said.append(f"first: step {row['step']}, rank {row['rank']}: {both}")
-    differ = len({row["operator"] for row in rows})
+    differ = len({row["operator"] for row in document["tensors"]})
     said.append(f"the state that they led to: {document['operators_compared']} operators compared, {differ} differ")
-    said += differences_shown(rows, apart, "in the run", "again")
+    said += differences_shown(document, "in the run", "again")
     return [*said, *(f"note: {note}" for note in document["notes"]), _VERDICTS[document["verdict"]][1]]

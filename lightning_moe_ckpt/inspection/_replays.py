@@ -118,10 +118,8 @@ def _tables(document: Row) -> list[RenderableType]:
         if row["step"] >= document["step"] or row["same"] is False:
             known = {None: "not known", True: "the same bits"}.get(row["same"], losses_text(row["journal"] or ()))
             table.add_row(str(row["step"]), str(row["rank"]), losses_text(row["losses"]), known)
-    compared, different = document["compared"], document["different"]
-    said = (
-        f"generation {document['restored']} was restored; {compared} losses compared with the run's, {different} differ"
-    )
+    restored, compared, different = (document[key] for key in ("restored", "compared", "different"))
+    said = f"generation {restored} was restored; {compared} losses compared with the run's, {different} differ"
     lines = [f"note: {note}" for note in document["notes"]]
     if files := document["files"]:
         lines.append(f"{len(files)} files in {os.path.relpath(Path(files[0]).parent)}")
