@@ -11,6 +11,7 @@ import importlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,7 @@ _STORAGE = _option(
     type=_setting,
     multiple=True,
 )
+_set = partial(_option, "--set", metavar="NAME=VALUE", type=_setting, multiple=True, name="given")
 _PATH = click.Path(path_type=Path)
 _COMMAND = click.Argument(["command"], metavar="-- COMMAND [ARGS]...", nargs=-1, required=True, type=click.UNPROCESSED)
 _STEP = _option("--step", "This step instead of the newest usable one.", "N", type=int)
@@ -238,16 +240,11 @@ _LOOKING = [
         _option("--until", "Last step (default: the first).", "M", type=click.IntRange(0)),
         _option("--hook", "Called at each step with trainer, module, batch, batch_idx.", "MODULE:FUNCTION", default=""),
         _option(
-            "--dump", "Of each step: gradients, activations, batch; joined by commas.", "PARTS", type=_parts, default=""
+            "--dump", "Each step's gradients, activations, batch; joined by commas.", "PARTS", type=_parts, default=""
         ),
         _option("--out", "Folder for --dump.", "DIR", type=_PATH),
-        _option(
-            "--set",
-            "Of the optimizer's groups, such as lr=1e-5, or gradient_clip_val; from N on other bits. Repeat for several.",
-            "NAME=VALUE",
-            type=_setting,
-            multiple=True,
-            name="given",
+        _set(
+            "Of the optimizer's groups, such as lr=1e-5, or gradient_clip_val; from N on other bits. Repeat for several."
         ),
     ),
     _on_a_run(
@@ -257,7 +254,7 @@ _LOOKING = [
         _COMMAND,
         _option(
             "--from",
-            "From the newest generation at or before step N (default: the newest two).",
+            "The newest generation at or before step N (default: the newest two).",
             "N",
             type=int,
             name="start",
@@ -309,14 +306,7 @@ _LOOKING = [
         "Write what a run has measured, for simulate and plan.",
         _cli_options.PROFILE,
         click.Argument(["out"], metavar="[OUT]", required=False, type=_PATH, default="profile.yaml"),
-        _option(
-            "--set",
-            "Of a profile, such as speeds.device_host=20GB or costs.repair=10min; repeat for several.",
-            "NAME=VALUE",
-            type=_setting,
-            multiple=True,
-            name="given",
-        ),
+        _set("Of a profile, such as speeds.device_host=20GB or costs.repair=10min; repeat for several."),
         _flag("--force", "Replace a file that exists."),
     ),
     _on_a_run(

@@ -45,16 +45,14 @@ class StepDump:
                     if part is not module and part not in compiled:
                         self._handles.append(part.register_forward_hook(partial(self._output, name)))
             self._batches = 0
-        if "batch" in self._parts:
-            self._note("batch", str(self._batches), batch)
+        self._note("batch", str(self._batches), batch)
         self._batches += 1
 
     def before_optimizer_step(self, module: LightningModule) -> None:
         """Note all gradients."""
-        if "gradients" in self._parts:
-            for name, param in module.named_parameters():
-                if param.grad is not None:
-                    self._note("gradients", name, param.grad)
+        for name, param in module.named_parameters():
+            if param.grad is not None:
+                self._note("gradients", name, param.grad)
 
     def ends(self, step: int) -> list[str]:
         """Store the parts of the step, and return the files' paths."""
@@ -74,7 +72,7 @@ class StepDump:
         self._calls[name] += 1
 
     def _note(self, part: str, name: str, value: Any) -> None:
-        for path, leaf in pytree.tree_leaves_with_path(value):
+        for path, leaf in pytree.tree_leaves_with_path(value) if part in self._parts else ():
             if isinstance(leaf, Tensor):
                 own = leaf.detach().to_dense() if leaf.layout != torch.strided else leaf.detach()
                 own = own.to_local() if hasattr(own, "to_local") else own
