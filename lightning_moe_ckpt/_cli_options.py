@@ -313,11 +313,7 @@ def size_of(text: object) -> int:
 
 def time_of(text: object) -> timedelta:
     """Return a time from seconds with or without a unit."""
-    try:
-        found = read_duration(text)
-    except ValueError as error:
-        raise click.BadParameter(f"`{text}` {error}") from error
-    if found < _SHORTEST:
+    if (found := timedelta(seconds=seconds(text))) < _SHORTEST:
         raise click.BadParameter(f"`{text}` must be 0.1 s or more")
     return found
 

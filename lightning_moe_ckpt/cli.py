@@ -1,6 +1,6 @@
 """Define the console command `moe-ckpt`: its subcommands, their arguments and their help.
 
-Each subcommand is the function of its name in `inspection.commands` or `benchmarks._benchmark`, which returns the
+Each subcommand is the function of its name in `inspection.commands` or `benchmarks._benchmark`, and returns the
 exit status. It is imported when the subcommand runs, so that help, the completion of a shell and mistyped arguments
 wait for nothing. Results go to standard output, progress and errors to standard error.
 """
@@ -11,8 +11,8 @@ import importlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import click
@@ -29,7 +29,7 @@ from lightning_moe_ckpt._cli_options import place_of as _place
 from lightning_moe_ckpt._cli_options import setting_of as _setting
 from lightning_moe_ckpt._cli_options import size_of as _size
 from lightning_moe_ckpt._cli_options import time_of as _time
-from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
+from lightning_moe_ckpt.errors import CheckpointError
 
 _HELP = """\
 Looks at checkpoints that lightning_moe_ckpt wrote, and measures what they cost. Start with `moe-ckpt ls URL`."""
@@ -61,11 +61,9 @@ class _Program(click.Group):
         try:
             status = super().invoke(ctx)
             sys.stdout.flush()
-        except CheckpointError as error:
-            sys.stderr.write(f"moe-ckpt: {error}\n")
-            return 2
-        except ModuleNotFoundError as error:
-            if (sentence := remedy(error)) is None:
+        except (CheckpointError, ModuleNotFoundError) as error:
+            sentence = remedy(error) if isinstance(error, ModuleNotFoundError) else str(error)
+            if sentence is None:
                 raise
             sys.stderr.write(f"moe-ckpt: {sentence}\n")
             return 2
@@ -163,6 +161,9 @@ _STORAGE = _option(
     type=_setting,
     multiple=True,
 )
+_set = partial(_option, "--set", metavar="NAME=VALUE", type=_setting, multiple=True, name="given")
+_PATH = click.Path(path_type=Path)
+_COMMAND = click.Argument(["command"], metavar="-- COMMAND [ARGS]...", nargs=-1, required=True, type=click.UNPROCESSED)
 _STEP = _option("--step", "This step instead of the newest usable one.", "N", type=int)
 
 
@@ -195,7 +196,7 @@ _LOOKING = [
         "export",
         "Write a dense or partial generation to safetensors, a .ckpt, or a folder of torch DCP or Hugging Face.",
         _cli_options.EXPORT,
-        click.Argument(["out"], metavar="OUT", type=click.Path(path_type=Path)),
+        click.Argument(["out"], metavar="OUT", type=_PATH),
         _STEP,
         _option(
             "--format",
@@ -234,36 +235,26 @@ _LOOKING = [
         "replay",
         "Run steps of a run again in its training script, and look at them.",
         _cli_options.REPLAY,
-        click.Argument(["command"], metavar="-- COMMAND [ARGS]...", nargs=-1, required=True, type=click.UNPROCESSED),
+        _COMMAND,
         _option("--step", "First step to look at, as loggers number them.", "N", type=click.IntRange(0), required=True),
         _option("--until", "Last step (default: the first).", "M", type=click.IntRange(0)),
+        _option("--hook", "Called at each step with trainer, module, batch, batch_idx.", "MODULE:FUNCTION", default=""),
         _option(
-            "--hook",
-            "Called at each of the steps with trainer, module, batch, batch_idx.",
-            "MODULE:FUNCTION",
-            default="",
+            "--dump", "Each step's gradients, activations, batch; joined by commas.", "PARTS", type=_parts, default=""
         ),
-        _option(
-            "--dump", "Of each step: gradients, activations, batch; joined by commas.", "PARTS", type=_parts, default=""
-        ),
-        _option("--out", "Folder for --dump.", "DIR", type=click.Path(path_type=Path)),
-        _option(
-            "--set",
-            "Of the optimizer's groups, such as lr=1e-5, or gradient_clip_val; from N on other bits. Repeat for several.",
-            "NAME=VALUE",
-            type=_setting,
-            multiple=True,
-            name="given",
+        _option("--out", "Folder for --dump.", "DIR", type=_PATH),
+        _set(
+            "Of the optimizer's groups, such as lr=1e-5, or gradient_clip_val; from N on other bits. Repeat for several."
         ),
     ),
     _on_a_run(
         "audit",
         "Run the steps between two generations again, and compare every bit with the run's.",
         _cli_options.AUDIT,
-        click.Argument(["command"], metavar="-- COMMAND [ARGS]...", nargs=-1, required=True, type=click.UNPROCESSED),
+        _COMMAND,
         _option(
             "--from",
-            "From the newest generation at or before step N (default: the newest two).",
+            "The newest generation at or before step N (default: the newest two).",
             "N",
             type=int,
             name="start",
@@ -274,7 +265,7 @@ _LOOKING = [
         "Begin a run from a .ckpt of Lightning, or a folder of torch DCP or Hugging Face.",
         _cli_options.IMPORT,
         [
-            click.Argument(["src"], metavar="SRC", type=click.Path(path_type=Path)),
+            click.Argument(["src"], metavar="SRC", type=_PATH),
             _URL,
             _flag("--weights-only", "Without optimizer, schedulers, callbacks and loops; at step 0."),
             _option("--prefix", "Begin of all names in the module that names in SRC lack.", "NAME.", default=""),
@@ -307,26 +298,15 @@ _LOOKING = [
         "report",
         "Write a page with plots of a run.",
         _cli_options.REPORT,
-        click.Argument(
-            ["out"], metavar="[OUT]", required=False, type=click.Path(path_type=Path), default="report.html"
-        ),
+        click.Argument(["out"], metavar="[OUT]", required=False, type=_PATH, default="report.html"),
         _flag("--force", "Replace a file that exists."),
     ),
     _on_a_run(
         "profile",
         "Write what a run has measured, for simulate and plan.",
         _cli_options.PROFILE,
-        click.Argument(
-            ["out"], metavar="[OUT]", required=False, type=click.Path(path_type=Path), default="profile.yaml"
-        ),
-        _option(
-            "--set",
-            "Of a profile, such as speeds.device_host=20GB or costs.repair=10min; repeat for several.",
-            "NAME=VALUE",
-            type=_setting,
-            multiple=True,
-            name="given",
-        ),
+        click.Argument(["out"], metavar="[OUT]", required=False, type=_PATH, default="profile.yaml"),
+        _set("Of a profile, such as speeds.device_host=20GB or costs.repair=10min; repeat for several."),
         _flag("--force", "Replace a file that exists."),
     ),
     _on_a_run(
@@ -342,7 +322,7 @@ _LOOKING = [
         [
             click.Argument(["url"], metavar="[URL]", required=False),
             _flag("--cluster", "Examine the nodes of the job of which this process is a rank."),
-            _option("--plan", "With --cluster: of `moe-ckpt plan --json`.", "FILE", type=click.Path(path_type=Path)),
+            _option("--plan", "With --cluster: of `moe-ckpt plan --json`.", "FILE", type=_PATH),
             _option("--wait", "With --cluster: time for all ranks to come.", "TIME", type=_time, default="20s"),
             _JSON,
             _STORAGE,
@@ -388,12 +368,7 @@ _LOOKING = [
         "Choose policy, window and cadence for a failure rate, or show the shared memory that a run will take.",
         _cli_options.PLAN,
         [
-            _option(
-                "--profile",
-                "Profile of the run; the model and the cluster are those in it.",
-                "FILE",
-                type=click.Path(path_type=Path),
-            ),
+            _option("--profile", "Profile of the run; the model and the cluster are those in it.", "FILE", type=_PATH),
             _option("--mtbf", "Profile: mean time between failures of the whole run, such as 2h.", "TIME", type=_time),
             _option(
                 "--scope",
@@ -437,20 +412,16 @@ _LOOKING = [
         "Show the goodput of a run under failures, by checkpointing system.",
         _cli_options.SIMULATE,
         [
-            click.Argument(["path"], metavar="PROFILE", type=click.Path(path_type=Path)),
+            click.Argument(["path"], metavar="PROFILE", type=_PATH),
             _option("--mtbf", "Mean time between failures (default: 2h).", "TIME", type=_cli_options.seconds),
-            _option("--trace", "Failures instead: lines of seconds,scope.", "FILE", type=click.Path(path_type=Path)),
+            _option("--trace", "Failures instead: lines of seconds,scope.", "FILE", type=_PATH),
             _option(
-                "--scope",
-                "What failures take (default: node).",
-                type=click.Choice(["node", "process", "cluster"]),
+                "--scope", "What failures take (default: node).", type=click.Choice(["node", "process", "cluster"])
             ),
             _option("--system", _cli_options.SYSTEM, "NAME[:SETTING=VALUE,...]", multiple=True, name="chosen"),
             _option("--hours", "Wall time of the run.", "H", type=float, default=24.0),
             number("--seeds", 10, "Runs of each system, with failures of their own."),
-            _option(
-                "--plot", "Also draw the parts, such as out.png or out.svg.", "FILE", type=click.Path(path_type=Path)
-            ),
+            _option("--plot", "Also draw the parts, such as out.png or out.svg.", "FILE", type=_PATH),
             _flag("--json", "Write one JSON document.", "as_json"),
         ],
     ),
@@ -507,7 +478,7 @@ BENCHMARKS: Benchmarks = {  # the first ones fork, and a fork copies what others
     ),
 }
 _APART = {"peers"}
-"""Not among `all`, and not installed with the package: it has pip install what others wrote."""
+"""Not among `all`, and not installed with the package: it has pip install other systems."""
 
 
 def bench(benchmarks: Benchmarks, place: str) -> click.Group:
@@ -530,7 +501,7 @@ def bench(benchmarks: Benchmarks, place: str) -> click.Group:
 def _bench(name: str, summary: str, chosen: Mapping[str, list[click.Parameter]], place: str) -> click.Command:
     def run(**options: Any) -> int:
         commands = importlib.import_module("lightning_moe_ckpt.benchmarks._benchmark")
-        modules = {each: _benchmark(each, place) for each in chosen}
+        modules = {each: commands.module_of(each, place, apart=each in _APART) for each in chosen}
         return int(commands.bench(modules, **options))
 
     params: list[click.Parameter] = [
@@ -543,18 +514,6 @@ def _bench(name: str, summary: str, chosen: Mapping[str, list[click.Parameter]],
     ]
     params += {param.name: param for each in chosen.values() for param in each}.values()
     return click.Command(name, callback=run, params=params, short_help=summary, help=summary)
-
-
-def _benchmark(name: str, place: str) -> ModuleType:
-    """Return a benchmark's module; of those apart only in a checkout. Raises `ConfigurationError` elsewhere."""
-    if name in _APART:
-        place, checkout = "benchmarks.", Path(__file__).resolve().parents[1]
-        if not (checkout / "benchmarks" / f"{name}.py").exists():
-            raise ConfigurationError(
-                f"`bench {name}` is not installed with the package, since pip would install other systems: clone the repository, and call it there."
-            )
-        sys.path.insert(0, str(checkout))
-    return importlib.import_module(place + name.replace("-", "_"))
 
 
 BENCH = bench(BENCHMARKS, "lightning_moe_ckpt.benchmarks._")

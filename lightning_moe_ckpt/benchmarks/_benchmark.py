@@ -8,6 +8,7 @@ something about another machine; absolute seconds say something about this one.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import os
 import platform
@@ -157,6 +158,18 @@ def _devices() -> str:
 def _num_cores() -> int:
     # macOS cannot restrict a process to some cores.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def module_of(name: str, place: str, *, apart: bool) -> Any:
+    """Return the module of a benchmark at `place`; if `apart`, that of a checkout. Raises `ConfigurationError` elsewhere."""
+    if apart:
+        place, checkout = "benchmarks.", Path(__file__).resolve().parents[2]
+        if not (checkout / "benchmarks" / f"{name}.py").exists():
+            raise ConfigurationError(
+                f"`bench {name}` is not installed with the package, since pip would install other systems: clone the repository, and call it there."
+            )
+        sys.path.insert(0, str(checkout))
+    return importlib.import_module(place + name.replace("-", "_"))
 
 
 def bench(modules: Mapping[str, Any], *, as_json: bool, **options: Any) -> int:

@@ -1,8 +1,8 @@
-"""Store what a step has seen and made, as safetensors by name: its batches, activations and gradients.
+"""Store a step's tensors, as safetensors by name: its batches, activations and gradients.
 
 A file per rank and part, `step-N.rank-R.PART.safetensors`. Names say where a tensor is: `0/images` in the step's first
-batch; `layers.1.mlp#2` is the third output of this module in the step, since micro-batches, recomputation and shared
-modules call one several times; parts of an output are `layers.1.mlp#2/0`. Gradients have the names of parameters, and are those
+batch; `layers.1.mlp#2` is this module's third output in the step, since micro-batches, recomputation and shared
+modules call one several times; parts of an output are `layers.1.mlp#2/0`. Gradients have their parameters' names, and are those
 before clipping; of a sharded parameter, this rank's part.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ PARTS = ("gradients", "activations", "batch")
 
 
 class StepDump:
-    """Store `parts` of a step of `rank` in the folder `out`; call its methods in the order of a step's hooks."""
+    """Store `parts` of each step on `rank` in the folder `out`; call its methods in the hooks' order."""
 
     def __init__(self, parts: Collection[str], out: Path, rank: int) -> None:
         self._parts, self._out, self._rank = parts, out, rank
@@ -42,18 +43,16 @@ class StepDump:
                 compiled, self._calls = compiled_modules(module), Counter[str]()
                 for name, part in module.named_modules():
                     if part is not module and part not in compiled:
-                        self._handles.append(part.register_forward_hook(self._noting(name)))
+                        self._handles.append(part.register_forward_hook(partial(self._output, name)))
             self._batches = 0
-        if "batch" in self._parts:
-            self._note("batch", str(self._batches), batch)
+        self._note("batch", str(self._batches), batch)
         self._batches += 1
 
     def before_optimizer_step(self, module: LightningModule) -> None:
         """Note all gradients."""
-        if "gradients" in self._parts:
-            for name, param in module.named_parameters():
-                if param.grad is not None:
-                    self._note("gradients", name, param.grad)
+        for name, param in module.named_parameters():
+            if param.grad is not None:
+                self._note("gradients", name, param.grad)
 
     def ends(self, step: int) -> list[str]:
         """Store the parts of the step, and return the files' paths."""
@@ -68,15 +67,12 @@ class StepDump:
             written.append(str(path))
         return written
 
-    def _noting(self, name: str) -> Any:
-        def note(_module: torch.nn.Module, _args: Any, output: Any) -> None:
-            self._note("activations", f"{name}#{self._calls[name]}", output)
-            self._calls[name] += 1
-
-        return note
+    def _output(self, name: str, _module: torch.nn.Module, _args: Any, output: Any) -> None:
+        self._note("activations", f"{name}#{self._calls[name]}", output)
+        self._calls[name] += 1
 
     def _note(self, part: str, name: str, value: Any) -> None:
-        for path, leaf in pytree.tree_leaves_with_path(value):
+        for path, leaf in pytree.tree_leaves_with_path(value) if part in self._parts else ():
             if isinstance(leaf, Tensor):
                 own = leaf.detach().to_dense() if leaf.layout != torch.strided else leaf.detach()
                 own = own.to_local() if hasattr(own, "to_local") else own

@@ -1,6 +1,6 @@
 """Run steps of a stored run again, look at them, and compare their losses with the run's journals: `moe-ckpt replay`.
 
-A step is the one in which `trainer.global_step` has its number, as loggers show it. It ends at the next boundary, whose
+Steps are numbered by `trainer.global_step`, as loggers show them. A step ends at the next boundary, whose
 journal has its losses: so those are known that end inside a stored window, or where a generation was taken.
 """
 
@@ -25,18 +25,16 @@ from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, StorageError, StorageRefused
 from lightning_moe_ckpt.fit._dump import StepDump
-from lightning_moe_ckpt.journal import decode_journal
 from lightning_moe_ckpt.launch import RerunRequest
-from lightning_moe_ckpt.recovery import same_bits
-from lightning_moe_ckpt.snapshot import JOURNAL
-from lightning_moe_ckpt.storage import RecordColumns, RunView, SegmentEntry, digest_of, open_backend
+from lightning_moe_ckpt.recovery import same_bits, stored_losses
+from lightning_moe_ckpt.storage import RunView, open_backend
 from lightning_moe_ckpt.storage._open import scheme_of
 from lightning_moe_ckpt.tiers import SessionConfig
 
 log = rank_logger(__name__)
 
 OF_TRAINER = ("gradient_clip_val", "gradient_clip_algorithm")
-"""Attributes of the trainer that `--set` may set."""
+"""Attributes on the trainer that `--set` may set."""
 
 
 class Rerun(Callback):
@@ -53,7 +51,7 @@ class Rerun(Callback):
         self._files: list[str] = []
         self._dump: StepDump | None = None
         self.first = 0
-        """First boundary of the restored generation."""
+        """The restored generation's first boundary."""
         self.notes: list[str] = []
         """Reasons for other losses than those of the run, in words."""
 
@@ -63,16 +61,15 @@ class Rerun(Callback):
         """
         request, self.first = self.request, first
         boundaries = range(first + 1, request.until + 2)
-        if not known:
-            self._journalled = journalled_losses(config, trainer.global_rank, trainer.world_size, boundaries)
-        if request.dump:
-            self._dump = StepDump(request.dump, Path(request.out), trainer.global_rank)
         if known:
             self.notes.append(known)
+        else:
+            self._journalled = _journalled_losses(config, trainer.global_rank, trainer.world_size, boundaries)
+        if request.dump:
+            self._dump = StepDump(request.dump, Path(request.out), trainer.global_rank)
         if request.given:
-            self.notes.append(
-                f"from step {request.step} on with {', '.join(f'{k}={v}' for k, v in request.given.items())}"
-            )
+            values = ", ".join(f"{name}={value}" for name, value in request.given.items())
+            self.notes.append(f"from step {request.step} on with {values}")
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -134,32 +131,20 @@ class Rerun(Callback):
                     group[name].fill_(value) if isinstance(group[name], Tensor) else group.update({name: value})
 
 
-def journalled_losses(config: SessionConfig, rank: int, world_size: int, boundaries: range) -> dict[int, list[Tensor]]:
-    """Return a rank's losses of the steps that end at these boundaries, by boundary, where a generation of as many ranks has them."""
+def _journalled_losses(config: SessionConfig, rank: int, world_size: int, boundaries: range) -> dict[int, list[Tensor]]:
+    """Return a rank's losses by the boundary that ends their step, where a generation with as many ranks has them."""
     found: dict[int, list[Tensor]] = {}
     with closing(open_backend(config.url, storage_options=config.storage_options)) as backend:
         view = RunView.open(backend)
-        for stored in view.generations():
-            commit = stored.commit
-            if not stored.usable or commit is None or commit.world_size != world_size:
-                continue
-            if not any(step in boundaries for step in commit.steps):
+        commits = [stored.commit for stored in view.generations() if stored.usable and stored.commit]
+        for commit in commits:
+            if commit.world_size != world_size or not {*boundaries} & {*commit.steps}:
                 continue
             with suppress(Corrupt, StorageError):  # the run goes on, and may delete what it does not keep
-                for entry in view.read_marker(commit, rank).segments:
-                    if entry.step in boundaries and (losses := _losses(backend, entry)):
-                        found[entry.step] = losses
+                for file in view.read_marker(commit, rank).segments:
+                    if file.step in boundaries and (losses := stored_losses(backend, file)):
+                        found[file.step] = losses
     return found
-
-
-def _losses(backend: Any, entry: SegmentEntry) -> list[Tensor]:
-    columns = RecordColumns.of(entry.records)
-    row = list(columns.name).index(JOURNAL)
-    record = bytearray(columns.nbytes[row])
-    backend.get_range(entry.key, columns.offset[row], memoryview(record))
-    if digest_of(memoryview(record)) != columns.digest[row]:
-        raise Corrupt(f"{entry.key}: its journal is damaged.")
-    return decode_journal(torch.frombuffer(record, dtype=torch.uint8))["outcome"]["losses"] or []
 
 
 def _plain(losses: list[Tensor] | None) -> list[float] | None:

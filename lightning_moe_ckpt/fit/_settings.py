@@ -50,7 +50,7 @@ _POSITION = {
 
 @dataclass(frozen=True)
 class _Yours:
-    """A setting for which the script's value is used."""
+    """A setting with the script's value in force."""
 
     read: Callable[[Trainer], object]
     explains: Literal["nothing", "losses", "batches"] = "nothing"

@@ -1,7 +1,7 @@
 """Compare two stored states, of two runs or of one: operators that differ in any bit, by how much, and since when.
 
 Tensors of all ranks are put together, so runs on other ranks, in other layouts and under other policies can be compared.
-Records with equal digests are equal: only what may differ is read. Where operators are of different steps, in sparse and
+Records with equal digests are equal: only records that may differ are read. Where operators are of different steps, in sparse and
 partial generations, an operator is compared if both generations have it equally many steps old.
 """
 
@@ -18,31 +18,26 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import RenderableType
-from rich.table import Table
 from torch import Tensor
 
 from lightning_moe_ckpt.errors import Corrupt, NoUsableGeneration
 from lightning_moe_ckpt.inspection._answers import Answer, Row, kind_of, plain_table, select
-from lightning_moe_ckpt.inspection._assemble import BUFFER, Assembler, StoredTensor
+from lightning_moe_ckpt.inspection._assemble import BUFFER, Assembler, StoredTensor, identity_of
 from lightning_moe_ckpt.journal import decode_journal, differs
-from lightning_moe_ckpt.recovery import Replicas
+from lightning_moe_ckpt.recovery import Replicas, stored_losses
 from lightning_moe_ckpt.snapshot import JOURNAL, PARAM, PRESENT
 from lightning_moe_ckpt.storage import (
     CONSTANTS,
     Backend,
     Bounds,
     RankMarker,
-    RecordEntry,
     RunView,
-    StoredGeneration,
-    digest_of,
 )
 
 _AT_ONCE = 2**24
 """Elements whose differences are in memory at once."""
 _SHOWN = 12
 """Most tensors in a table."""
-_OF_RANK = "buffers of rank "
 
 OpenedRun = tuple[Backend, RunView]
 """A run's storage and view."""
@@ -51,50 +46,46 @@ Part = tuple[str, str]
 
 
 class StoredState:
-    """State of one generation, each operator as of the step at which it is stored; with or without parameters that do not train."""
+    """A generation's state, each operator as of its own step; with or without parameters that do not train."""
 
-    def __init__(self, run: OpenedRun, stored: StoredGeneration, *, constants: bool = True) -> None:
+    def __init__(self, run: OpenedRun, step: int, *, constants: bool = True) -> None:
         backend, view = run
-        assert stored.commit is not None, "`select` chooses among those with a manifest"
-        self.url, self.commit, self.step = view.url, stored.commit, stored.generation.step
-        markers = [view.read_marker(self.commit, rank) for rank in range(self.commit.world_size)]
+        commit = select(view, step).commit
+        assert commit is not None, "`select` chooses among those with a manifest"
+        self.url, self.commit, self.step, kind = view.url, commit, step, kind_of(commit)
+        markers = [view.read_marker(commit, rank) for rank in range(commit.world_size)]
         optimizer = None if markers[0].module is None else markers[0].module.read().optimizer
         steps: dict[str, int] = {}
-        if kind_of(self.commit) == "sparse":
-            files = [file for marker in markers for file in marker.segments]
+        if kind == "sparse":
+            files = chain(*(marker.segments for marker in markers))
             steps = {record.operator: file.step for file in files for record in file.records if record.kind == "full"}
             markers = [_as_one_step(marker) for marker in markers]
         if not constants:
-            markers = [
-                replace(each, policy={key: value for key, value in each.policy.items() if key != CONSTANTS})
-                for each in markers
-            ]
+            markers = [replace(each, policy=_without(each.policy, CONSTANTS)) for each in markers]
         self.tensors = Assembler(backend, markers)
         self.steps = steps | self.tensors.older
-        """Steps of operators that are older than the generation; of others perhaps too."""
-        self.scalars = self.tensors.shared_scalars() if kind_of(self.commit) == "partial" else {}
+        """Steps of operators older than the generation; perhaps of others too."""
+        self.scalars = self.tensors.shared_scalars() if kind == "partial" else {}
         """Optimizer state that experts in a partial generation share, not in any record."""
-        told = {
-            key: value for key, value in self.commit.policy.items() if key not in {"plan", "fingerprint", CONSTANTS}
-        }
-        self.told = {"ranks": self.commit.world_size, "kind": kind_of(self.commit), "optimizer": optimizer, **told}
+        told = _without(commit.policy, "plan", "fingerprint", CONSTANTS)
+        self.told = {"ranks": commit.world_size, "kind": kind, "optimizer": optimizer, **told}
         """Facts that may explain why states differ."""
 
-    def parts(self) -> dict[Part, list[Replicas]]:
-        """Return every tensor's records by operator; each rank's buffers are an operator."""
+    def parts(self, num_ranks: int) -> dict[Part, list[Replicas]]:
+        """Return every tensor's records by operator; buffers on each of the first ranks are an operator."""
         found: dict[Part, list[Replicas]] = defaultdict(list)
         for each in self.tensors.full:
             record = each.record
             if record.present and record.state_key != PRESENT:
                 name = record.fqn if record.state_key == PARAM else f"{record.fqn}/{record.state_key}"
                 found[record.operator, name].append(each)
-        for rank, row in enumerate(self.tensors.boundary):
+        for rank, row in enumerate(self.tensors.boundary[:num_ranks]):
             for each in (each for each in row if each.record.kind == BUFFER):
-                found[f"{_OF_RANK}{rank}", each.record.fqn].append(each)
+                found[f"buffers of rank {rank}", each.record.fqn].append(each)
         return found
 
     def step_of(self, operator: str) -> int:
-        """Return the step at which an operator was stored."""
+        """Return the step for an operator's state."""
         return self.steps.get(operator, self.step)
 
     def starts(self) -> list[dict[str, Any]]:
@@ -110,6 +101,10 @@ class StoredState:
         known = {each.record.digest for each in others}
         odd = next((each for each in records if each.record.digest not in known), records[0])
         return self.tensors.record(odd).view(first.global_shape)
+
+
+def _without(policy: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in policy.items() if key not in keys}
 
 
 def _as_one_step(marker: RankMarker) -> RankMarker:
@@ -134,22 +129,18 @@ class Comparison:
 
     def __init__(self, a: StoredState, b: StoredState, steps: int | None = None) -> None:
         self._a, self._b = a, b
-        self._left, self._right = a.parts(), b.parts()
-        if a.commit.world_size != b.commit.world_size:  # then only rank 0 is the same in both
-            for parts in (self._left, self._right):
-                for part in [p for p in parts if p[0].startswith(_OF_RANK) and p[0] != f"{_OF_RANK}0"]:
-                    del parts[part]
+        same = a.commit.world_size == b.commit.world_size  # else only rank 0 is the same in both
+        self._left, self._right = (each.parts(each.commit.world_size if same else 1) for each in (a, b))
         apart = a.step - b.step if steps is None else steps
         operators = {operator for operator, _ in self._left.keys() & self._right.keys()}
         self.apart = sorted(each for each in operators if a.step_of(each) - b.step_of(each) != apart)
         """Operators that are not compared, as they are of different steps."""
         shared = a.scalars.keys() | b.scalars.keys()
-        alone = [
-            part
-            for part in sorted(self._left.keys() ^ self._right.keys())
-            if part[1] not in shared and part[0] not in self.apart
+        self.notes = [
+            f"only in {'AB'[(operator, name) in self._right]}: `{name}` of {operator}"
+            for operator, name in sorted(self._left.keys() ^ self._right.keys())
+            if name not in shared and operator not in self.apart
         ]
-        self.notes = [f"only in {'AB'[part in self._right]}: `{part[1]}` of {part[0]}" for part in alone]
         """Tensors that one side lacks or has in another shape or type, in words."""
         for name in a.scalars.keys() & b.scalars.keys():
             if differs(a.scalars[name], b.scalars[name]):
@@ -191,7 +182,7 @@ class Comparison:
                 yield from _difference(operator, name, *tensors, everything if own else boxes)
 
     def beside(self) -> list[str]:
-        """Return other differences in words: facts of the runs, and, if steps and ranks are the same, parts of the journals."""
+        """Return other differences in words: facts on the runs, and, if steps and ranks are the same, parts of the journals."""
         a, b = self._a, self._b
         found = [
             f"{key}: {_text(a.told.get(key))} in A, {_text(b.told.get(key))} in B"
@@ -211,7 +202,7 @@ def _text(value: object) -> str:
 
 
 def _identities(records: Sequence[Replicas]) -> set[tuple[object, ...]]:
-    return {(r.global_start, r.numel, r.box, r.digest) for r in (each.record for each in records)}
+    return {identity_of(each.record) for each in records}
 
 
 def _difference(operator: str, name: str, a: Tensor, b: Tensor, boxes: Sequence[Bounds]) -> Iterator[Row]:
@@ -244,11 +235,13 @@ def _rank(largest: float) -> tuple[bool, float]:
 def worst_first(rows: Iterable[Row]) -> list[Row]:
     """Return differences, the largest first, as JSON values."""
     ordered = sorted(rows, key=lambda row: _rank(row["largest"]), reverse=True)
-    return [{key: plain(value) for key, value in row.items()} for row in ordered]
+    return [plain(row) for row in ordered]
 
 
 def plain(value: Any) -> Any:
-    """Return a number that is not finite as text, since JSON has none, also within a list."""
+    """Return a number that is not finite as text, since JSON has none, also within lists and mappings."""
+    if isinstance(value, Mapping):
+        return {key: plain(each) for key, each in value.items()}
     if isinstance(value, list):
         return [plain(each) for each in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
@@ -273,7 +266,7 @@ def find_parting(runs: Sequence[OpenedRun], until: int) -> Row | None:
     low, high, looked = -1, len(common), 0
     while high - low > 1:
         middle, looked = (low + high) // 2, looked + 1
-        a, b = (StoredState(run, select(run[1], common[middle])) for run in runs)
+        a, b = (StoredState(run, common[middle]) for run in runs)
         comparison = Comparison(a, b)
         if not comparison.compared:
             del common[middle]
@@ -323,26 +316,17 @@ def _by_boundary(run: OpenedRun, low: int, high: int) -> dict[tuple[int, int, st
                 for record in file.records if low < file.step <= high else ():
                     if record.kind == JOURNAL:
                         with suppress(Corrupt):
-                            found[file.step, marker.rank, ""] = _losses(backend, file.key, record)
+                            found[file.step, marker.rank, ""] = [loss.item() for loss in stored_losses(backend, file)]
                     elif record.kind != BUFFER:
                         found[file.step, marker.rank, record.name] = record.digest
     return found
-
-
-def _losses(backend: Backend, key: str, record: RecordEntry) -> list[float]:
-    stored = torch.empty(record.nbytes, dtype=torch.uint8)
-    view = memoryview(stored.numpy())  # type: ignore[arg-type]  # numpy's stubs do not say that arrays are buffers
-    backend.get_range(key, record.offset, view)
-    if digest_of(view) != record.digest:
-        raise Corrupt(f"{key}: its journal is damaged.")
-    return [float(loss) for loss in decode_journal(stored)["outcome"]["losses"] or ()]
 
 
 # -- the command
 
 
 def diff(sides: Sequence[tuple[Backend, int | None]]) -> Answer:
-    """Compare the state of A with that of B. Without steps it is the newest that both have.
+    """Compare A's state with B's. Without steps it is the newest that both have.
 
     Raises:
         NoUsableGeneration: there is no such generation.
@@ -350,7 +334,7 @@ def diff(sides: Sequence[tuple[Backend, int | None]]) -> Answer:
     """
     runs = [(backend, RunView.open(backend)) for backend, _ in sides]
     steps = _steps([step for _, step in sides], runs)
-    a, b = (StoredState(run, select(run[1], step)) for run, step in zip(runs, steps, strict=True))
+    a, b = (StoredState(run, step) for run, step in zip(runs, steps, strict=True))
     comparison = Comparison(a, b)
     if not comparison.compared:
         raise NoUsableGeneration(f"No operator of step {a.step} of A is of the same step as in step {b.step} of B.")
@@ -392,8 +376,11 @@ def _figure(value: Any, digits: int) -> str:
     return value if isinstance(value, str) else f"{value:.{digits}g}"
 
 
-def difference_table(rows: Sequence[Row], a: str, b: str) -> Table:
-    """Return a table of differing tensors; `a` and `b` are the titles of the values at the largest difference."""
+def differences_shown(document: Row, a: str, b: str) -> list[RenderableType]:
+    """Return a table of differing tensors, if any, and a sentence on operators that are not compared; `a` and `b` are the titles of the
+    values at the largest difference.
+    """
+    rows, apart = document["tensors"], document["not_compared"]
     titles = ("operator", "tensor", "differ", "of", "largest", "at", a, b)
     table = plain_table(*titles, right=(*titles[2:5], *titles[6:]), wraps="tensor")
     for row in rows[:_SHOWN]:
@@ -401,7 +388,8 @@ def difference_table(rows: Sequence[Row], a: str, b: str) -> Table:
         table.add_row(row["operator"], row["tensor"], str(row["differing"]), str(row["numel"]), *values)
     if len(rows) > _SHOWN:
         table.add_row("...", f"{len(rows) - _SHOWN} more, see --json")
-    return table
+    skipped = [f"not compared, as of different steps: {len(apart)} operators, first {apart[0]}"] if apart else []
+    return [*([table] if rows else []), *skipped]
 
 
 def _tables(document: Row) -> list[RenderableType]:
@@ -410,10 +398,7 @@ def _tables(document: Row) -> list[RenderableType]:
         f"{side.upper()}: step {each['step']} (incarnation {each['incarnation']}) of {each['url']}, {each['kind']}, ranks: {each['ranks']}"
         for side, each in ((side, document[side]) for side in "ab")
     ]
-    rows, apart = document["tensors"], document["not_compared"]
-    said += [difference_table(rows, "in A", "in B")] if rows else []
-    said += document["notes"]
-    said += [f"not compared, as of different steps: {len(apart)} operators, first {apart[0]}"] if apart else []
+    said += [*differences_shown(document, "in A", "in B"), *document["notes"]]
     said += [f"beside the state: {each}" for each in document["beside"]]
     said.append(f"{len(document['different'])} of {document['compared']} operators differ")
     if (parting := document["parting"]) is not None:

@@ -14,48 +14,51 @@ from tempfile import TemporaryDirectory
 from rich.console import RenderableType
 
 from lightning_moe_ckpt.errors import NoUsableGeneration
-from lightning_moe_ckpt.inspection._answers import Answer, Row, kind_of, select
+from lightning_moe_ckpt.inspection._answers import Answer, Row, kind_of
 from lightning_moe_ckpt.inspection._diff import (
     Comparison,
     StoredState,
-    difference_table,
+    differences_shown,
     losses_text,
     plain,
     worst_first,
 )
-from lightning_moe_ckpt.inspection._rerun import request_for, run_again
+from lightning_moe_ckpt.inspection._replays import run_again
 from lightning_moe_ckpt.storage import Backend, PosixBackend, RunView
 
 _SETTLED = ("ranks", "expert_parallel", "pipeline_parallel", "sharding", "autocast", "versions")
-"""Facts of a run on which its bits depend."""
-_STATUSES = {"the same bits": 0, "other bits": 1, "no verdict": 2}
+"""Facts that decide a run's bits."""
+_WRONG = (
+    "OTHER BITS, twice the same here: the run has computed, or kept, something wrong in these steps, or this machine does, "
+    "always; an audit on a third machine tells which"
+)
+_VERDICTS = {
+    "the same bits": (0, "the same bits"),
+    "other bits": (1, _WRONG),
+    "no verdict": (2, "NO VERDICT, for the reasons above"),
+}
+"""Exit status and words of each verdict."""
 
 
 class _Again:
-    """The steps up to a stored generation, from the boundary `first` on, run again by `command`, with files in `folder`."""
+    """The steps up to a stored generation, from the boundary `first` on, run again by `command`, with states in `folder`."""
 
     def __init__(self, view: RunView, first: int, stored: StoredState, command: Sequence[str], folder: Path) -> None:
-        folder.mkdir()
-        store, steps = folder / "store", stored.commit.steps if stored.told["kind"] == "sparse" else (stored.step,)
-        request = request_for(
-            view, folder / "results.json", step=first, until=stored.step - 1, store=str(store), store_from=steps[0]
-        )
-        found = run_again(request, command)
-        self.rows = sorted([step, rank, *row] for rank, (rows, *_) in enumerate(found["ranks"]) for step, *row in rows)
-        """Step, rank, losses, those of the journal, and whether they are the same; `None` where none are stored."""
-        self.notes = list(dict.fromkeys(note for _, _, notes in found["ranks"] for note in notes))
-        """Reasons for other bits than those of the run."""
-        run = PosixBackend(store), RunView.open(PosixBackend(store))
-        self.states = [StoredState(run, select(run[1], step), constants=False) for step in steps]
-        """States at all boundaries from which the stored generation has operators."""
+        steps = stored.commit.steps if stored.told["kind"] == "sparse" else (stored.step,)
+        until = stored.step - 1
+        self.found = run_again(view, command, step=first, until=until, store=str(folder), store_from=steps[0])
+        """Losses by step and rank, and reasons for other bits than those of the run."""
+        run = PosixBackend(folder), RunView.open(PosixBackend(folder))
+        self.states = [StoredState(run, step, constants=False) for step in steps]
+        """States at all boundaries of the stored generation's operators."""
 
     def doubts(self, twice: _Again, stored: StoredState) -> list[str]:
         """Return reasons why other bits than those that are stored prove nothing; `twice` is the second time."""
         told = self.states[-1].told
         other = [f"other {key} than in the run" for key in _SETTLED if told.get(key) != stored.told.get(key)]
         same = all(Comparison(*pair).equal() for pair in zip(self.states, twice.states, strict=True))
-        repeats = same and json.dumps(self.rows) == json.dumps(twice.rows)
-        return [*self.notes, *other, *([] if repeats else ["run twice here, the steps gave different bits"])]
+        repeats = same and json.dumps(self.found["steps"]) == json.dumps(twice.found["steps"])
+        return [*self.found["notes"], *other, *([] if repeats else ["run twice here, the steps gave different bits"])]
 
 
 def audit_window(backend: Backend, start: int | None, command: Sequence[str]) -> Answer:
@@ -72,18 +75,18 @@ def audit_window(backend: Backend, start: int | None, command: Sequence[str]) ->
     """
     view = RunView.open(backend)
     first, last = _window(view, start)
-    stored = StoredState((backend, view), select(view, last), constants=False)
+    stored = StoredState((backend, view), last, constants=False)
     with TemporaryDirectory(prefix="moe-ckpt-audit-") as folder:
         again = _Again(view, first, stored, command, Path(folder, "first"))
         comparisons = [Comparison(stored, state, steps=0) for state in again.states]
-        wrong = [row for row in again.rows if row[-1] is False]
+        losses = again.found["steps"]
+        wrong = [row for row in losses if row["same"] is False]
         rows = worst_first(row for comparison in comparisons for row in comparison.differences())
         notes = list(dict.fromkeys(note for comparison in comparisons for note in comparison.notes))
-        verdict = "other bits" if wrong or rows or notes else "the same bits"
-        if verdict == "other bits" and (
-            reasons := again.doubts(_Again(view, first, stored, command, Path(folder, "second")), stored)
-        ):
-            verdict, notes = "no verdict", [*notes, *reasons]
+        verdict = "the same bits"
+        if wrong or rows or notes:
+            reasons = again.doubts(_Again(view, first, stored, command, Path(folder, "second")), stored)
+            verdict, notes = "no verdict" if reasons else "other bits", [*notes, *reasons]
         compared = {operator for comparison in comparisons for operator in comparison.compared}
         document = {
             "url": view.url,
@@ -91,14 +94,17 @@ def audit_window(backend: Backend, start: int | None, command: Sequence[str]) ->
             "first": first,
             "last": last,
             "verdict": verdict,
-            "losses_compared": sum(row[-1] is not None for row in again.rows),
-            "losses": [dict(zip(("step", "rank", "again", "stored"), plain(row), strict=False)) for row in wrong],
+            "losses_compared": sum(row["same"] is not None for row in losses),
+            "losses": [
+                {"step": row["step"], "rank": row["rank"], "again": row["losses"], "stored": row["journal"]}
+                for row in plain(wrong)
+            ],
             "operators_compared": len(compared),
             "not_compared": [each for each in comparisons[-1].apart if each not in compared],
             "tensors": rows,
             "notes": [*notes, *comparisons[-1].beside()],
         }
-    return Answer(document, lambda: _tables(document), status=_STATUSES[verdict])
+    return Answer(document, lambda: _tables(document), status=_VERDICTS[verdict][0])
 
 
 def _window(view: RunView, start: int | None) -> tuple[int, int]:
@@ -115,25 +121,14 @@ def _window(view: RunView, start: int | None) -> tuple[int, int]:
 
 
 def _tables(document: Row) -> list[RenderableType]:
-    first, last, rows, apart = (document[key] for key in ("first", "last", "tensors", "not_compared"))
-    said: list[RenderableType] = [f"steps {first} to {last - 1} of run {document['run_id']} were run again"]
-    losses = document["losses"]
-    said.append(f"losses: {document['losses_compared']} compared, {len(losses)} differ")
-    if losses:
-        row = losses[0]
-        said.append(
-            f"first: step {row['step']}, rank {row['rank']}: {losses_text(row['again'])}, in the run {losses_text(row['stored'])}"
-        )
-    differ = len({row["operator"] for row in rows})
+    said: list[RenderableType] = [
+        f"steps {document['first']} to {document['last'] - 1} of run {document['run_id']} were run again",
+        f"losses: {document['losses_compared']} compared, {len(document['losses'])} differ",
+    ]
+    for row in document["losses"][:1]:
+        both = f"{losses_text(row['again'])}, in the run {losses_text(row['stored'])}"
+        said.append(f"first: step {row['step']}, rank {row['rank']}: {both}")
+    differ = len({row["operator"] for row in document["tensors"]})
     said.append(f"the state that they led to: {document['operators_compared']} operators compared, {differ} differ")
-    said += [difference_table(rows, "in the run", "again")] if rows else []
-    said += [f"not compared, as of earlier steps: {len(apart)} operators, first {apart[0]}"] if apart else []
-    return [*said, *(f"note: {note}" for note in document["notes"]), _MEANING[document["verdict"]]]
-
-
-_MEANING = {
-    "the same bits": "the same bits",
-    "other bits": "OTHER BITS, twice the same here: the run has computed, or kept, something wrong in these steps, or this machine does, "
-    "always; an audit on a third machine tells which",
-    "no verdict": "NO VERDICT, for the reasons above",
-}
+    said += differences_shown(document, "in the run", "again")
+    return [*said, *(f"note: {note}" for note in document["notes"]), _VERDICTS[document["verdict"]][1]]

@@ -32,4 +32,5 @@ from lightning_moe_ckpt.recovery._outcomes import joined_outcome as joined_outco
 from lightning_moe_ckpt.recovery._replay import Repeats as Repeats
 from lightning_moe_ckpt.recovery._replay import Replay as Replay
 from lightning_moe_ckpt.recovery._replay import same_bits as same_bits
+from lightning_moe_ckpt.recovery._replay import stored_losses as stored_losses
 from lightning_moe_ckpt.recovery._transfer import Transport as Transport

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange
+from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.journal import Journal, decode_journal
 from lightning_moe_ckpt.native import Column, Copy, CopyEngine, copy_through
 from lightning_moe_ckpt.operators import RecordKind, Region, complete, follow, memory_of, with_memory
@@ -43,7 +44,7 @@ from lightning_moe_ckpt.snapshot import (
     digests_of,
     versions,
 )
-from lightning_moe_ckpt.storage import SegmentLayout
+from lightning_moe_ckpt.storage import Backend, RecordColumns, SegmentEntry, SegmentLayout, digest_of
 
 log = rank_logger(__name__)
 
@@ -432,6 +433,17 @@ def same_bits(found: list[Tensor], expected: list[Tensor]) -> bool:
         a.dtype == b.dtype and torch.equal(a.cpu().reshape(1).view(torch.uint8), b.reshape(1).view(torch.uint8))
         for a, b in zip(found, expected, strict=True)
     )
+
+
+def stored_losses(backend: Backend, file: SegmentEntry) -> list[Tensor]:
+    """Read the losses of a file's step from its journal. Raises `Corrupt` if that is damaged."""
+    columns = RecordColumns.of(file.records)
+    row = list(columns.name).index(JOURNAL)
+    record = bytearray(columns.nbytes[row])
+    backend.get_range(file.key, columns.offset[row], memoryview(record))
+    if digest_of(memoryview(record)) != columns.digest[row]:
+        raise Corrupt(f"{file.key}: its journal is damaged.")
+    return decode_journal(torch.frombuffer(record, dtype=torch.uint8))["outcome"]["losses"] or []
 
 
 def _shown(losses: list[Tensor]) -> str:

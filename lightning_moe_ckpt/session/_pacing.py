@@ -43,7 +43,7 @@ from lightning_moe_ckpt.session._window import PPM, Costs, PacingVote
 log = rank_logger(__name__)
 
 _WARM_UP_STEPS = 5
-"""First steps of an incarnation, which are slower than later steps."""
+"""First steps of an incarnation, slower than later steps."""
 _SOME_STEPS = 8
 """Least quiet steps for a comparison."""
 _QUIET_STEPS = 32
@@ -53,7 +53,7 @@ _REMEMBERED_STEPS = 128
 _WAITING_STEPS = 1000
 """Most steps that wait for quiet ones to be compared with; quiet steps older than this many steps are stale."""
 _PROBE_STEPS = 12
-"""Steps for which captures and tiers rest when quiet steps are missing."""
+"""Steps of rest for captures and tiers when quiet steps are missing."""
 _CALM_STEPS = 32
 """Steps from a run's first window to the next: the first generation goes to storage meanwhile, and quiet steps follow."""
 _DECISION_STEPS = 10
@@ -63,7 +63,7 @@ _LEAST_PART = 0.25
 _FACTOR_OVERDRAWN = 3.0
 """Most to be earned before the next window or generation while the account is overdrawn, in mean costs of one."""
 _FACTOR_AT_ONCE = 4.0
-"""Most by which one decision may widen the gap between windows, as a factor."""
+"""Largest factor for the gap between windows in one decision."""
 _FACTOR_LONG = 6.0
 """Multiple of a median quiet step beyond which a longer step has another cause, and counts as this long."""
 _MARKS = 64
@@ -216,7 +216,7 @@ class _TierCost:
 
 
 class _CaptureCost:
-    """Cost of captures to this rank's steps."""
+    """Captures' cost to this rank's steps."""
 
     def __init__(self) -> None:
         self.steps, self._windows = 0, deque[int](maxlen=16)
@@ -306,7 +306,7 @@ class MeasuredSteps:
 
     @property
     def _basis(self) -> _Quiet:
-        """Steps with which others are compared."""
+        """Steps for comparison with others."""
         none = len(self._quiet) < _SOME_STEPS or self.steps - self._quiet.newest >= _WAITING_STEPS
         return self._alone if self._bounded and none else self._quiet
 
@@ -368,7 +368,7 @@ class MeasuredSteps:
         return self.hooks / seconds, {name: max(0.0, each) / seconds for name, each in tiers.items()}, recent
 
     def advice(self, bound: str, period: int, target: float) -> str:
-        """Return what a `bound` of `period` steps costs beyond the target, and what would not; else an empty text."""
+        """Return the cost of a `bound` of `period` steps beyond the target, and a bound without, in words; else an empty text."""
         cost = self.hooks + max(0.0, self.captures.seconds)
         if not bound or cost <= target * self.seconds:
             return ""
@@ -454,7 +454,7 @@ class Governor:
         return idle_for > min(self.rest_seconds.get(name, 0.0) * PPM, _FOREVER)
 
     def overhead(self, *, start_seconds: float, end_seconds: float) -> Overhead:
-        """Return the cost of checkpoints on this rank."""
+        """Return the checkpoints' cost on this rank."""
         hooks, tiers, recent = self.measured.shares()
         return Overhead(
             target=self._target,

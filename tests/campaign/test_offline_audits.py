@@ -23,7 +23,7 @@ from campaign._training import Setup, train
 from campaign._warm import WarmParents
 from campaign.test_replayed import LAYOUTS, POLICIES, listed
 from lightning_moe_ckpt.errors import NoUsableGeneration
-from lightning_moe_ckpt.inspection import _rerun
+from lightning_moe_ckpt.inspection import _replays
 from lightning_moe_ckpt.inspection._offline_audit import audit_window
 from lightning_moe_ckpt.launch import RERUN
 from lightning_moe_ckpt.storage import open_backend
@@ -79,7 +79,7 @@ class Audited:
     def audit(self, monkeypatch: pytest.MonkeyPatch, start: int | None) -> dict[str, Any]:
         """Return what an audit says, which changes nothing that is stored."""
         before, memory = listed(self._folder), memory_of_run(checkpoints(self._folder))
-        monkeypatch.setattr(_rerun, "_run", self._run)
+        monkeypatch.setattr(_replays, "_run", self._run)
         with closing(open_backend(self._place["url"])) as backend:
             answer = audit_window(backend, start, ["train.py"])
         assert (listed(self._folder), memory_of_run(checkpoints(self._folder))) == (before, memory)

@@ -1,6 +1,6 @@
 """Keep loggers of a training that only repeats steps from writing, for `moe-ckpt replay`.
 
-Each logger gets a subclass of its own class, so that what asks for its kind, or its `experiment`, finds what it expects.
+Each logger gets a subclass of its own class, so that code that asks for its kind, or its `experiment`, finds them.
 """
 
 from __future__ import annotations

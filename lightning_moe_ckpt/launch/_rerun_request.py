@@ -14,18 +14,18 @@ RERUN = "MOE_CKPT_RERUN"
 
 @dataclass(frozen=True, kw_only=True)
 class RerunRequest:
-    """Steps of a stored run to run again. Step N is the one in which `trainer.global_step` is N."""
+    """Steps of a stored run to run again. In step N `trainer.global_step` is N."""
 
     tag: str
     """Tag, as of shared memory, of the only run that may be resumed."""
     name: str
-    """Name of this replay, 32 hexadecimal digits: it takes the place of the tag."""
+    """Name of this replay, 32 hexadecimal digits: it replaces the tag."""
     results: str
-    """File for the losses, which rank 0 writes."""
+    """File for the losses, written by rank 0."""
     step: int
     """First step that is looked at; the newest generation at or before it is restored."""
     until: int
-    """Last step, with which all processes end."""
+    """Last step; all processes end with it."""
     hook: str = ""
     """Function called at each step that is looked at, as `module:function`; empty for none."""
     dump: tuple[str, ...] = ()
@@ -37,7 +37,7 @@ class RerunRequest:
     store_from: int = 0
     """First of these boundaries."""
     given: Mapping[str, Any] = field(default_factory=dict)
-    """Values of the optimizer's groups, or of the trainer's clipping, from `step` on."""
+    """Values for the optimizer's groups, or the trainer's clipping, from `step` on."""
 
     def to_environment(self) -> dict[str, str]:
         """Return the variable for the processes to start."""
