@@ -6,25 +6,34 @@ journal has its losses: so those are known that end inside a stored window, or w
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import json
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Collection
 from contextlib import ExitStack, closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers.logger import DummyLogger
+from safetensors.torch import save_file
 from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, StorageError, StorageRefused
-from lightning_moe_ckpt.fit._dump import StepDump
+from lightning_moe_ckpt.fit.loops._trainer import compiled_modules
 from lightning_moe_ckpt.launch import RerunRequest
 from lightning_moe_ckpt.recovery import same_bits, stored_losses
 from lightning_moe_ckpt.storage import RunView, open_backend
@@ -179,3 +188,104 @@ def _refuse_writes(folders: Collection[str]) -> None:
                     )
 
     sys.addaudithook(look)
+
+
+PARTS = ("gradients", "activations", "batch")
+"""Parts of a step that can be stored."""
+
+
+class StepDump:
+    """Store `parts` of each step on `rank` in the folder `out`; call its methods in the hooks' order."""
+
+    def __init__(self, parts: Collection[str], out: Path, rank: int) -> None:
+        self._parts, self._out, self._rank = parts, out, rank
+        self._found: dict[str, dict[str, Tensor]] = {}
+        self._handles: list[RemovableHandle] = []
+
+    def batch_begins(self, module: LightningModule, batch: Any) -> None:
+        """Note one of the step's batches; with the first, begin to note outputs of modules, but for compiled ones."""
+        if not self._found:
+            self._found = {part: {} for part in self._parts}
+            if "activations" in self._parts:
+                compiled, self._calls = compiled_modules(module), Counter[str]()
+                for name, part in module.named_modules():
+                    if part is not module and part not in compiled:
+                        self._handles.append(part.register_forward_hook(partial(self._output, name)))
+            self._batches = 0
+        self._note("batch", str(self._batches), batch)
+        self._batches += 1
+
+    def before_optimizer_step(self, module: LightningModule) -> None:
+        """Note all gradients."""
+        for name, param in module.named_parameters():
+            if param.grad is not None:
+                self._note("gradients", name, param.grad)
+
+    def ends(self, step: int) -> list[str]:
+        """Store the parts of the step, and return the files' paths."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        found, self._found, written = self._found, {}, list[str]()
+        self._out.mkdir(parents=True, exist_ok=True)
+        for part, tensors in found.items():
+            path = self._out / f"step-{step}.rank-{self._rank}.{part}.safetensors"
+            save_file(tensors, path)
+            written.append(str(path))
+        return written
+
+    def _output(self, name: str, _module: torch.nn.Module, _args: Any, output: Any) -> None:
+        self._note("activations", f"{name}#{self._calls[name]}", output)
+        self._calls[name] += 1
+
+    def _note(self, part: str, name: str, value: Any) -> None:
+        for path, leaf in pytree.tree_leaves_with_path(value) if part in self._parts else ():
+            if isinstance(leaf, Tensor):
+                own = leaf.detach().to_dense() if leaf.layout != torch.strided else leaf.detach()
+                own = own.to_local() if hasattr(own, "to_local") else own
+                place = "/".join([name, *(str(_key(each)) for each in path)])
+                self._found[part][place] = own.to("cpu", copy=True).contiguous()
+
+
+def _key(entry: Any) -> Any:
+    return next(getattr(entry, name) for name in ("key", "idx", "name") if hasattr(entry, name))
+
+
+_READS = {"name", "version", "group_separator", "save_dir", "root_dir", "log_dir", "experiment"}
+
+
+def silence_loggers(folder: Path) -> None:
+    """Let the loggers of every trainer of this process write nothing; user code finds `folder` as their folder. Call once."""
+    for name in () if hasattr(Trainer.fit, "is_silent") else ("__init__", "fit"):
+        setattr(Trainer, name, _silencing(getattr(Trainer, name), folder))
+
+
+def _silencing(method: Any, folder: Path) -> Any:
+    @functools.wraps(method)
+    def wrapped(self: Trainer, *args: Any, **options: Any) -> Any:
+        for logger in self.loggers if method.__name__ == "fit" else ():
+            _silence(logger, folder)
+        result = method(self, *args, **options)
+        for logger in self.loggers:  # a script may log before it trains
+            _silence(logger, folder)
+        return result
+
+    vars(wrapped)["is_silent"] = True
+    return wrapped
+
+
+def _silence(logger: Logger, folder: Path) -> None:
+    cls = type(logger)
+    if hasattr(cls, "is_silent"):
+        return
+    kept = {*vars(object), *_READS}
+    writes = [
+        name
+        for name, member in inspect.getmembers_static(cls)
+        if not name.startswith("_") and name not in kept and inspect.isfunction(member)
+    ]
+    members: dict[str, Any] = dict.fromkeys(writes, lambda *_, **__: None)
+    members |= {name: property(lambda _: folder) for name in ("save_dir", "root_dir") if hasattr(cls, name)}
+    experiment = DummyLogger().experiment
+    members |= {"experiment": property(lambda _: experiment), "is_silent": True, "__module__": cls.__module__}
+    logger.__class__ = type(cls.__name__, (cls,), {**members, "__qualname__": cls.__qualname__})

@@ -53,9 +53,8 @@ from lightning_moe_ckpt.inspection._diff import diff as compare
 from lightning_moe_ckpt.inspection._export import ExportOptions
 from lightning_moe_ckpt.inspection._export import export as write_files
 from lightning_moe_ckpt.inspection._import import import_run
-from lightning_moe_ckpt.inspection._offline_audit import audit_window
 from lightning_moe_ckpt.inspection._progress_views import follow, progress_now, write_page
-from lightning_moe_ckpt.inspection._replays import rerun
+from lightning_moe_ckpt.inspection._replays import audit_window, rerun
 from lightning_moe_ckpt.inspection._run_profile import write_profile
 from lightning_moe_ckpt.inspection._run_progress import Follower
 from lightning_moe_ckpt.inspection._simulations import planned, simulation_answer

@@ -8,7 +8,7 @@ several nodes tell each other what happens through a log that all read in one or
 Internal: may change in any version.
 """
 
-from lightning_moe_ckpt.launch._rerun_request import RERUN as RERUN
-from lightning_moe_ckpt.launch._rerun_request import RerunRequest as RerunRequest
 from lightning_moe_ckpt.launch._supervised import DENSIFY as DENSIFY
+from lightning_moe_ckpt.launch._supervised import RERUN as RERUN
+from lightning_moe_ckpt.launch._supervised import RerunRequest as RerunRequest
 from lightning_moe_ckpt.launch._supervised import Supervised as Supervised

@@ -45,6 +45,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 
@@ -287,6 +288,48 @@ SPARE = "MOE_CKPT_SPARE"
 
 DENSIFY = "MOE_CKPT_DENSIFY"
 """Environment variable with the tag of the run that `moe-ckpt densify` names, whose fit ends once the state is dense."""
+
+RERUN = "MOE_CKPT_RERUN"
+"""Environment variable with a `RerunRequest`. Processes that have it write nothing to any URL."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RerunRequest:
+    """Steps of a stored run to run again. In step N `trainer.global_step` is N."""
+
+    tag: str
+    """Tag, as of shared memory, of the only run that may be resumed."""
+    name: str
+    """Name of this replay, 32 hexadecimal digits: it replaces the tag."""
+    results: str
+    """File for the losses, written by rank 0."""
+    step: int
+    """First step that is looked at; the newest generation at or before it is restored."""
+    until: int
+    """Last step; all processes end with it."""
+    hook: str = ""
+    """Function called at each step that is looked at, as `module:function`; empty for none."""
+    dump: tuple[str, ...] = ()
+    """Parts of each step to store: `gradients`, `activations`, `batch`."""
+    out: str = ""
+    """Folder for them."""
+    store: str = ""
+    """Folder for a run with the states of boundaries as its generations; empty for none."""
+    store_from: int = 0
+    """First of these boundaries."""
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """Values for the optimizer's groups, or the trainer's clipping, from `step` on."""
+
+    def to_environment(self) -> dict[str, str]:
+        """Return the variable for the processes to start."""
+        return {RERUN: json.dumps(asdict(self))}
+
+    @classmethod
+    def from_environment(cls) -> RerunRequest | None:
+        """Return this process's request; `None` where it trains as ever."""
+        text = os.environ.get(RERUN)
+        return cls(**{**(found := json.loads(text)), "dump": tuple(found["dump"])}) if text else None
+
 
 HELLO = b"!"
 """Byte sent with the page's descriptor."""

@@ -19,8 +19,14 @@ from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.goodput import Goodput
 from lightning_moe_ckpt.planning._forecast import forecast_run
 from lightning_moe_ckpt.policies import DensePolicy, DifferentialPolicy, PartialPolicy, Policy, SparsePolicy
-from lightning_moe_ckpt.simulation._behaviour import STORED, Behaviour, rank_items
-from lightning_moe_ckpt.simulation._closed_form import log_enough, mean_cycle, refuse_hopeless
+from lightning_moe_ckpt.simulation._behaviour import (
+    STORED,
+    Behaviour,
+    log_enough,
+    mean_cycle,
+    rank_items,
+    refuse_hopeless,
+)
 from lightning_moe_ckpt.simulation._failures import Scope
 from lightning_moe_ckpt.simulation._profile import Profile
 from lightning_moe_ckpt.simulation._systems import Ours

@@ -25,12 +25,12 @@ from lightning_moe_ckpt.simulation._behaviour import (
     PlannedWindow,
     SimulatedTier,
     full_nbytes,
+    mean_cycle,
     memory_of,
     places_of,
     plan_of,
     stall,
 )
-from lightning_moe_ckpt.simulation._closed_form import mean_cycle
 from lightning_moe_ckpt.simulation._profile import Profile
 
 OurPolicy = Literal["sparse", "dense", "differential", "partial"]

@@ -16,7 +16,7 @@ from typing_extensions import override
 from campaign._training import Setup, train
 from lightning_moe_ckpt.callbacks._base import checkpoint_of
 from lightning_moe_ckpt.errors import NoUsableGeneration
-from lightning_moe_ckpt.fit._dump import PARTS, StepDump
+from lightning_moe_ckpt.fit._rerun import PARTS, StepDump
 from lightning_moe_ckpt.launch import RERUN, RerunRequest
 from lightning_moe_ckpt.storage import RunView, open_backend
 from lightning_moe_ckpt.storage._open import memory_tag

@@ -24,7 +24,7 @@ from campaign._warm import WarmParents
 from campaign.test_replayed import LAYOUTS, POLICIES, listed
 from lightning_moe_ckpt.errors import NoUsableGeneration
 from lightning_moe_ckpt.inspection import _replays
-from lightning_moe_ckpt.inspection._offline_audit import audit_window
+from lightning_moe_ckpt.inspection._replays import audit_window
 from lightning_moe_ckpt.launch import RERUN
 from lightning_moe_ckpt.storage import open_backend
 from lightning_moe_ckpt.testing import Attempt, run_attempts

@@ -11,8 +11,8 @@ import pytest
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.goodput import Goodput
 from lightning_moe_ckpt.simulation import PlannedRun, Profile, choose, reasons
+from lightning_moe_ckpt.simulation._behaviour import log_enough
 from lightning_moe_ckpt.simulation._chooser import _memory, _Search, _spares
-from lightning_moe_ckpt.simulation._closed_form import log_enough
 from lightning_moe_ckpt.simulation._systems import Ours
 
 HOUR = 3600.0
