@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -122,7 +122,7 @@ class Audited:
     def _train(self, name: str, environment: Mapping[str, str], first: int) -> AttemptResult:
         work = partial(train_faulty, self._setup, self._fault, environment)
         lives = self._warm.call(run_attempts, work, workdir=self._folder / name, first_index=first, **self._place)
-        return cast("AttemptResult", lives[-1])
+        return lives[-1]
 
 
 @pytest.mark.parametrize(
