@@ -154,9 +154,9 @@ def draw(place: str, number: int) -> Audited:
     return replace(setup, faults=(*faults, wrong, lasting))
 
 
-def inject(campaigns: Campaigns, places: Sequence[str], numbers: Sequence[int]) -> list[Answer]:
-    """Run a drawn training in each place for each number, and return what audits said of each fault."""
-    pairs = [(place, draw(place, number)) for number in numbers for place in places]
+def inject(campaigns: Campaigns, places: Sequence[str], numbers: Sequence[int], **options: Any) -> list[Answer]:
+    """Run a drawn training, with options, in each place for each number, and return what audits said of each fault."""
+    pairs = [(place, replace(draw(place, number), **options)) for number in numbers for place in places]
     lives = campaigns.run_each([setup for _, setup in pairs])
     return [answer for pair, life in zip(pairs, lives, strict=True) for answer in _answers(*pair, life)]
 

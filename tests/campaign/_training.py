@@ -169,6 +169,8 @@ class Setup:
     """Whether the training loss is averaged over the epoch, by Lightning and by a metric of the module's own."""
     overflow_steps: tuple[int, ...] = ()
     """With 16-mixed: values of `global_step` at which one expert's gradient becomes infinite."""
+    loss_scale: float = 2.0**14
+    """With 16-mixed: the first one. From 2**24 on backward itself overflows, until so many steps are skipped that it does not."""
     expert_parallel: int = 1
     strategy: Literal["moe", "moe_fast", "ddp", "ddp_ordered"] = "moe"
     shard_optimizer: bool = False
@@ -444,7 +446,7 @@ def _precision(setup: Setup) -> dict[str, Any]:
     if setup.precision != "16-mixed":
         return {"precision": setup.precision}
     # Lightning turns 16-mixed on CPU into bf16-mixed; a plugin of our own keeps it, and grows often enough to matter.
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=4)
+    scaler = torch.amp.GradScaler("cpu", init_scale=setup.loss_scale, growth_interval=4)
     return {"plugins": [Overflowing(setup.overflow_steps, scaler)]}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,11 @@ def test_injected_faults_are_found_and_named(campaigns: Campaigns, everything: l
     """Five kinds in nine places; what is not found has changed no bit, or there is nobody to compare with."""
     answers = inject(campaigns, [*PLACES], [number])
     everything += answers
+    _require_found(campaigns, answers)
+
+
+def _require_found(campaigns: Campaigns, answers: list[Answer]) -> None:
+    """Require of every fault to be found and named, unless it changed no bit or nobody can compare."""
     missed = [each for each in answers if not each.findings]
     can_be = [each for each in missed if each.place not in ALONE or each.fault.kind == "flip_gradient"]
     seen = [each for each, changed in zip(can_be, changes(campaigns, can_be), strict=True) if changed]
@@ -49,6 +55,24 @@ def test_audits_without_faults_raise_no_alarm(campaigns: Campaigns, place: str) 
         print(f"\n{place}: {found['audits']} audits, left out: {found['left_out']}")
         assert (found["audits"], found["findings"], found["left_out"]) == (setup.steps - 1, [], [])
         campaigns.require_same_end(setup, [life], timeout=300.0)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("place", PLACES)
+def test_steps_whose_gradients_overflow(campaigns: Campaigns, place: str) -> None:
+    """Gradients that are infinite, or no numbers, are the same bits in a play; a fault is found between them.
+
+    Backward overflows in the first steps, and whenever the scale has grown; one expert's gradient behind backward, too.
+    """
+    fp16: dict[str, Any] = {"precision": "16-mixed", "loss_scale": 2.0**24, "overflow_steps": (6, 10, 25)}
+    setup = replace(draw_setup(place, 1, batches=60), **fp16)
+    (life,) = campaigns.run_each([setup], timeout=300.0)
+    found = audits_of(life)
+    assert (found["audits"], found["findings"], found["left_out"]) == (setup.steps - 1, [], [])
+    assert life.end()["precision/scale"] < fp16["loss_scale"], "backward has not overflowed: the scale has only grown"
+    campaigns.require_same_end(setup, [life], timeout=300.0)
+    _require_found(campaigns, inject(campaigns, [place], [0], **fp16))
 
 
 def test_a_device_that_multiplies_wrong_is_named(campaigns: Campaigns) -> None:

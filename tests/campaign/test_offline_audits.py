@@ -27,25 +27,40 @@ from lightning_moe_ckpt.inspection import _replays
 from lightning_moe_ckpt.inspection._replays import audit_window
 from lightning_moe_ckpt.launch import RERUN
 from lightning_moe_ckpt.storage import open_backend
-from lightning_moe_ckpt.testing import Attempt, run_attempts
+from lightning_moe_ckpt.testing import Attempt, AttemptResult, differences, run_attempts
 
 FAULTY = 5
 """Step in which the run computes wrong."""
-_fault: dict[str, Any] = {"step": -1, "again": False}
+_fault: dict[str, Any] = {"step": -1, "again": False, "to_inf": False}
 """Not attributes of the callback, which would be part of the run's state."""
 
 
 class Flips(Callback):
-    """Flips a bit of one gradient in one step of the run; or others in each step that is run again, as broken hardware does."""
+    """Flips a bit of one gradient in one step of the run; or others in each step that is run again, as broken hardware does.
+
+    Of the largest element: one that is 0 becomes so small that no sum notices it.
+    """
+
+    @override
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if _fault["to_inf"] and RERUN not in os.environ and trainer.global_step == _fault["step"]:
+            _largest(pl_module).fill_(torch.inf)
 
     @override
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        if _fault["again"] if RERUN in os.environ else trainer.global_step == _fault["step"]:
-            grad = next(param.grad for param in pl_module.parameters() if param.grad is not None)
+        strikes = not _fault["to_inf"] and trainer.global_step == _fault["step"]
+        if _fault["again"] if RERUN in os.environ else strikes:
             bit = time.time_ns() % 4096 if _fault["again"] else 1 << 22
-            grad.view(-1)[:1].view(torch.int32).bitwise_xor_(bit)
+            _largest(pl_module).view(torch.int32).bitwise_xor_(bit)
+
+
+def _largest(module: LightningModule) -> torch.Tensor:
+    """The largest element of the first gradient that there is; what is no number counts as the largest."""
+    grad = next(param.grad for param in module.parameters() if param.grad is not None).view(-1)
+    at = int(grad.abs().argmax())
+    return grad[at : at + 1]
 
 
 def train_faulty(setup: Setup, fault: Mapping[str, Any], environment: Mapping[str, str], life: Attempt) -> Any:
@@ -70,11 +85,25 @@ def train_faulty(setup: Setup, fault: Mapping[str, Any], environment: Mapping[st
 class Audited:
     """A run, and audits of it."""
 
-    def __init__(self, warm: WarmParents, folder: Path, setup: Setup, *, step: int = -1, again: bool = False) -> None:
+    def __init__(
+        self,
+        warm: WarmParents,
+        folder: Path,
+        setup: Setup,
+        *,
+        step: int = -1,
+        again: bool = False,
+        to_inf: bool = False,
+    ) -> None:
         self._warm, self._folder, self._setup = warm, folder, setup
-        self._fault, self._turns = {"step": step, "again": again}, itertools.count()
+        self._fault, self._turns = {"step": step, "again": again, "to_inf": to_inf}, itertools.count()
         self._place: dict[str, Any] = {"url": checkpoints(folder).as_uri(), "world_size": setup.world_size}
-        self._train("run", {}, 0)
+        self._life = self._train("run", {}, 0)
+
+    def differs(self, other: Audited) -> bool:
+        """Return whether the two runs ended with other weights or another state of the optimizer."""
+        ranks = range(self._setup.world_size)
+        return any(differences(self._life.end(rank), other._life.end(rank)) for rank in ranks)
 
     def audit(self, monkeypatch: pytest.MonkeyPatch, start: int | None) -> dict[str, Any]:
         """Return what an audit says, which changes nothing that is stored."""
@@ -90,9 +119,10 @@ class Audited:
         self._train(f"again{next(self._turns)}", {RERUN: environment[RERUN]}, 1)
         return 0
 
-    def _train(self, name: str, environment: Mapping[str, str], first: int) -> None:
+    def _train(self, name: str, environment: Mapping[str, str], first: int) -> AttemptResult:
         work = partial(train_faulty, self._setup, self._fault, environment)
-        self._warm.call(run_attempts, work, workdir=self._folder / name, first_index=first, **self._place)
+        lives = self._warm.call(run_attempts, work, workdir=self._folder / name, first_index=first, **self._place)
+        return lives[-1]
 
 
 @pytest.mark.parametrize(
@@ -144,10 +174,31 @@ def test_windows_on_many_ranks(
     if isinstance(setup := LAYOUTS[layout], Pipelined) and policy == "differential":
         pytest.skip("`DifferentialCheckpoint` refuses stages")
     setup = replace(setup, checkpointing=POLICIES[policy])
-    clean = Audited(warm, tmp_path / "clean", setup).audit(monkeypatch, FAULTY)
+    run = Audited(warm, tmp_path / "clean", setup)
+    clean = run.audit(monkeypatch, FAULTY)
     assert (clean["verdict"], clean["not_compared"]) == ("the same bits", [])
-    if setup.overflow_steps:
-        return  # a fault in a skipped step leaves nothing to find
-    found = Audited(warm, tmp_path / "faulty", setup, step=FAULTY).audit(monkeypatch, FAULTY)
+    step = FAULTY - (FAULTY in setup.overflow_steps)  # a fault in a skipped step leaves nothing to find
+    faulty = Audited(warm, tmp_path / "faulty", setup, step=step)
+    assert faulty.differs(run)
+    found = faulty.audit(monkeypatch, step)
+    assert found["first"] <= step < found["last"]
     assert found["verdict"] == "other bits"
     assert found["tensors"]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_steps_that_a_scaler_skips(
+    warm: WarmParents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    """One that is skipped for a fault alone is found; a fault in one that is skipped anyway has changed no bit."""
+    setup = replace(LAYOUTS["fp16, overflows"], checkpointing=POLICIES[policy])
+    clean = Audited(warm, tmp_path / "clean", setup)
+    runs = {
+        "skipped": Audited(warm, tmp_path / "skipped", setup, step=FAULTY - 1, to_inf=True),
+        "skipped anyway": Audited(warm, tmp_path / "anyway", setup, step=FAULTY),
+    }
+    assert [each.differs(clean) for each in runs.values()] == [True, False]
+    verdicts = [each.audit(monkeypatch, FAULTY - 1)["verdict"] for each in runs.values()]
+    assert verdicts == ["other bits", "the same bits"]
