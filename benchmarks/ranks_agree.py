@@ -331,6 +331,9 @@ class CommittedStore:
     def why_dead(self, generation: GenerationId) -> None:
         return None
 
+    def is_void(self, generation: GenerationId) -> bool:
+        return False
+
 
 class Agreement(Search):
     """The product's search, which ends where bytes would be brought: each rank has its marker, and it is of one generation."""
@@ -350,12 +353,14 @@ def agree(rank: SimulatedRank) -> RankMarker | None:
     """Run one rank's part of the agreement; return its marker of the generation to resume from."""
     size = rank.world_size
     memory = NodeMemory(rank.rank, size)
-    search = Agreement(cast("Any", _store(size)), rank, cast("Any", memory), cast("Any", None))
+    search = Agreement(cast("Any", _store(size)), rank, cast("Any", memory), cast("Any", _TRAINS))
     search.run(rank.run_on_coordinator(lambda: [[each.to_bytes() for each in _store(size).candidates()], [], []]))
     return search.marker
 
 
 _store = cache(CommittedStore)
+_TRAINS = SimpleNamespace(rerun=None)
+"""What is asked of a job whose steps are not run again."""
 
 
 def agreement(size: int) -> tuple[Network, list[RankMarker | None]]:

@@ -86,8 +86,8 @@ class CheckpointArguments(StorageArguments, total=False):
             forward and backward done twice, on another rank where there is one, to find devices that compute wrong. The log
             says at the start what it costs, and what cannot be audited.
         on_fault: what follows where an audit finds other bits. `warn` logs an ERROR and trains on; `stop` ends the run with `SilentFault` before
-            the optimizer takes the step; `restart` only the named rank's process, for `moe-ckpt run` to put a spare in its place. With
-            either, generations since the last clean audit are void, in storage and memory, and the run goes on from one before.
+            the optimizer steps; `restart` puts a spare of `moe-ckpt run` in the named rank's place. With either, generations since
+            the last clean audit are void.
         stop_grace: longest time from SIGTERM to the end of the process, a `timedelta`, seconds, or text such as `25s`. Within it all ranks agree on a boundary and store
             it; what cannot be stored in time is left. Keep it below the limit of your launcher: torchrun and SLURM
             kill after 30 s.

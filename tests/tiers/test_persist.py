@@ -102,7 +102,7 @@ class ScriptedSink:
     def commit(self, own: RankMarker, *, timeout: timedelta, cancelled: Callable[[], bool]) -> None:
         self._call(f"commit {own.generation.step}")
 
-    def retain(self, retention: Retention) -> None:
+    def retain(self, retention: Retention, audited: int | None) -> None:
         self._call(f"retain {retention.last}")
 
     def read_range(self, entry: SegmentEntry, start: int, out: memoryview) -> None:
