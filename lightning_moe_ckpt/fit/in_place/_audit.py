@@ -24,7 +24,6 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
 from lightning_moe_ckpt._logging import rank_logger
-from lightning_moe_ckpt._units import time_text
 from lightning_moe_ckpt.errors import CodecError
 from lightning_moe_ckpt.fit._run import FitSession
 from lightning_moe_ckpt.fit._sessions import Standing
@@ -378,8 +377,8 @@ class Audits:
             step = now - self._pace[0] - (spent - self._pace[1])
             self._pace = 0.0, spent
             log.info(
-                "an audit took %s, at a step of %s: %.2f %% of training at one in %d steps",
-                *(time_text(spent), time_text(step), 100 * spent / (spent + self._every * step), self._every),
+                "an audit took %.3g s, at a step of %.3g s: %.2f %% of training at one in %d steps",
+                *(spent, step, 100 * spent / (spent + self._every * step), self._every),
                 alike=True,
             )
 
