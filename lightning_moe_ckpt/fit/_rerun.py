@@ -195,7 +195,12 @@ PARTS = ("gradients", "activations", "batch")
 
 
 class StepDump:
-    """Store `parts` of each step on `rank` in the folder `out`; call its methods in the hooks' order."""
+    """Store `parts` of each step on `rank` in the folder `out`; call its methods in the hooks' order.
+
+    A file per rank and part has tensors by name: `0/images` in the step's first batch; `layers.1.mlp#2` is this module's third
+    output in the step, since micro-batches, recomputation and shared modules call one several times, and its parts are
+    `layers.1.mlp#2/0`. Gradients have their parameters' names, and are those before clipping; of a shard, this rank's part.
+    """
 
     def __init__(self, parts: Collection[str], out: Path, rank: int) -> None:
         self._parts, self._out, self._rank = parts, out, rank
@@ -255,7 +260,10 @@ _READS = {"name", "version", "group_separator", "save_dir", "root_dir", "log_dir
 
 
 def silence_loggers(folder: Path) -> None:
-    """Let the loggers of every trainer of this process write nothing; user code finds `folder` as their folder. Call once."""
+    """Let the loggers of every trainer of this process write nothing; user code finds `folder` as their folder. Call once.
+
+    Each logger gets a subclass of its own class, so that code that asks for its kind, or its `experiment`, finds them.
+    """
     for name in () if hasattr(Trainer.fit, "is_silent") else ("__init__", "fit"):
         setattr(Trainer, name, _silencing(getattr(Trainer, name), folder))
 
@@ -279,11 +287,8 @@ def _silence(logger: Logger, folder: Path) -> None:
     if hasattr(cls, "is_silent"):
         return
     kept = {*vars(object), *_READS}
-    writes = [
-        name
-        for name, member in inspect.getmembers_static(cls)
-        if not name.startswith("_") and name not in kept and inspect.isfunction(member)
-    ]
+    found = inspect.getmembers_static(cls)
+    writes = [name for name, each in found if name[0] != "_" and name not in kept and inspect.isfunction(each)]
     members: dict[str, Any] = dict.fromkeys(writes, lambda *_, **__: None)
     members |= {name: property(lambda _: folder) for name in ("save_dir", "root_dir") if hasattr(cls, name)}
     experiment = DummyLogger().experiment

@@ -26,13 +26,7 @@ from lightning_moe_ckpt.inspection._assemble import BUFFER, Assembler, StoredTen
 from lightning_moe_ckpt.journal import decode_journal, differs
 from lightning_moe_ckpt.recovery import Replicas, stored_losses
 from lightning_moe_ckpt.snapshot import JOURNAL, PARAM, PRESENT
-from lightning_moe_ckpt.storage import (
-    CONSTANTS,
-    Backend,
-    Bounds,
-    RankMarker,
-    RunView,
-)
+from lightning_moe_ckpt.storage import CONSTANTS, Backend, Bounds, RankMarker, RunView
 
 _AT_ONCE = 2**24
 """Elements whose differences are in memory at once."""

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import uuid
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -87,7 +86,7 @@ def run_again(view: RunView, command: Sequence[str], *, until: int, **asked: Any
     if view.history is None:
         raise NoUsableGeneration(f"{view.url}: its log cannot be read. `moe-ckpt repair` rebuilds a lost log.")
     tag = memory_tag(view.history.key, view.url)
-    with tempfile.TemporaryDirectory(prefix="moe-ckpt-replay-") as folder:
+    with TemporaryDirectory(prefix="moe-ckpt-replay-") as folder:
         results = Path(folder, "results.json")
         request = RerunRequest(tag=tag, name=uuid.uuid4().hex, results=str(results), until=until, **asked)
         status = _run(command, os.environ | request.to_environment())

@@ -74,12 +74,7 @@ from lightning_moe_ckpt.storage import (
     repair_log,
 )
 from lightning_moe_ckpt.storage._open import memory_tag
-from lightning_moe_ckpt.tiers import (
-    ReplicaPlacement,
-    Survival,
-    percent,
-    survival_probability,
-)
+from lightning_moe_ckpt.tiers import ReplicaPlacement, Survival, percent, survival_probability
 
 _STYLES = {
     "good": "green", "slower": "yellow", "absent": "dim", "weaker": "yellow", "broken": "red", "unknown": "dim",

@@ -147,8 +147,6 @@ def open_run(job: SessionJob, planner: Planner, clock: HookClock, *, load: bool)
             restoring = Restoring(*follow_found(found, view, groups, exchange))
         run = _joined(job, opener, found, planner=planner, memory=memory, markers=markers, account=account)
         measured, reached = run.tiers.governor.measured, None if found is None else found.generation.step
-        # A number of steps that the user has given, and differences at every step, are promises.
-        run.tiers.governor.calm = found is None and not policy.bound and policy.chains is None
         account.begin(reached, 0 if found is None else found.first_step, measured)
         failed.pop_all()
     return run, restoring
@@ -197,6 +195,8 @@ def _joined(
     workers = [HostWorker(memory, markers), storage, *peers]
     paced = None if policy.chains else job.config  # differences are taken at every step
     tiers = Tiers(workers, watcher=planner.tokens, config=paced, bound=policy.bound, speaks=is_first)
+    # A number of steps that the user has given, and differences at every step, are promises.
+    tiers.governor.calm = found is None and not policy.bound and policy.chains is None
     planner.joined(workers)
     return OpenRun(
         *(job, opener, found, planner, memory, storage, tiers),

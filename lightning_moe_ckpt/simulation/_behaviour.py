@@ -214,7 +214,14 @@ _HOPELESS = 100.0
 
 
 def mean_cycle(profile: Profile, behaviour: Behaviour, mtbf: float, scope: Scope = "node") -> Goodput:
-    """Return the mean seconds of a cycle by part; of a step without failures. The run's first start is left out."""
+    """Return the mean seconds of a cycle by part under a Poisson process of failures; of a step without failures. The run's first start
+    is left out.
+
+    A cycle is a recovery, begun anew by each failure within, and the training until the next failure. In training of random
+    length X a run completes generations of E steps: one for each k with k E steps and the place's lag within X, so
+    E sum(exp(-(k E c + lag) / MTBF)) steps of c seconds stay. All steps beyond are taken again in the next cycle. Differs from
+    MoEvement (2026), Sec. 2.4, in counting failures during recovery, steps in flight, and the time before restoring.
+    """
     step, extra = profile.step_seconds, behaviour.extra
     if mtbf == math.inf:
         return Goodput(productive=step, hooks=behaviour.hooks, slowed=behaviour.slowed)

@@ -28,14 +28,7 @@ from typing_extensions import override
 from lightning_moe_ckpt.journal import Arrival, Arrivals, Journal, encode_journal, held
 from lightning_moe_ckpt.native import Column, Copy, CopyEngine, CopyTable, PreparedTable, Ticket
 from lightning_moe_ckpt.operators import StateWatch, follow, memory_of, whole_of
-from lightning_moe_ckpt.snapshot._layout import (
-    GRADIENT,
-    JOURNAL,
-    PRESENT,
-    FileLayout,
-    StepLayout,
-    WindowLayout,
-)
+from lightning_moe_ckpt.snapshot._layout import GRADIENT, JOURNAL, PRESENT, FileLayout, StepLayout, WindowLayout
 from lightning_moe_ckpt.snapshot._shards import PACKED, as_memoryview, numel_of
 from lightning_moe_ckpt.storage import GenerationId, RecordRows
 from lightning_moe_ckpt.tiers import SealedFile, SealedSegment, StepRecord

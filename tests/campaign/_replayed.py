@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,13 +102,10 @@ class Again:
     def _reached(self, url: str) -> RunView:
         give_up = time.monotonic() + self.seconds
         while True:
-            try:
-                with closing(open_backend(url)) as backend:
-                    view = RunView.open(backend)
-                    found = [each.generation.step for each in view.generations() if each.usable]
+            with suppress(NoUsableGeneration), closing(open_backend(url)) as backend:  # the run has not begun yet
+                view = RunView.open(backend)
+                found = [each.generation.step for each in view.generations() if each.usable]
                 if any(step <= self.step and (step > 0 or not self.seconds) for step in found):
                     return view
-            except NoUsableGeneration:
-                pass
             assert time.monotonic() <= give_up, "there is nothing to be run again"
             time.sleep(0.01)
