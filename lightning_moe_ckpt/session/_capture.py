@@ -385,6 +385,10 @@ class CaptureSession:
         own = self._ended is not None and self._ended.spoiled
         self._close_last_window([rank for rank, vote in enumerate(self._exchange.gather([int(own)])) if vote[0]])
 
+    def hand_over(self) -> None:
+        """See `Tiers.hand_over`."""
+        self._tiers.hand_over(self._complete)
+
     def close(self) -> None:
         """End all writes to the ring. A boundary that a failed step left unsealed goes to the tiers."""
         self.sealing.close()

@@ -367,6 +367,9 @@ class CheckpointSession:
         # In the middle of the next step, storage may have this generation already: never replace its files.
         committed = self.any_rank(exchange.is_coordinator and run.storage.holds(run.opener.name(step)))
         saved = committed or (drained and self._write_dense(step, start, timeout=timeout + began - time.perf_counter()))
+        if drained and not saved:  # storage may have been busy as the newest generation in memory was complete
+            run.capture.hand_over()
+            run.storage.drain(timeout + began - time.perf_counter())
         self._durations.end = time.perf_counter() - began
         run.account.sign()
         level, how = (logging.INFO, "is durable") if saved else (logging.ERROR, "was not stored")

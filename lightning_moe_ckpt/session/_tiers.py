@@ -260,6 +260,14 @@ class Tiers:
             if worker.paced:
                 worker.drain(timeout)
 
+    def hand_over(self, newest: Window | None) -> None:
+        """Give storage the newest complete generation, or gathered differences, since no later one comes. On all ranks, storage idle."""
+        for lane in self._lanes:
+            lane.idle = lane.worker.name == STORAGE
+            if lane.gathered:
+                self._hand_over(lane)
+        self.offer(newest)
+
     def make_room(self, newest: Window | None) -> None:
         """Give tiers the newest complete generation, and let them hurry; a tier without any lets go of what it holds. On all ranks."""
         self.offer(newest)

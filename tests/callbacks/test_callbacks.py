@@ -575,7 +575,10 @@ def test_a_buffer_registered_in_training_is_named_and_leaves_restarts_as_they_ar
 def test_a_restart_replaces_a_parameter_before_its_first_plan(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, policy: Any
 ) -> None:
-    """As pruning does at the start of an epoch: the plan is still made of what was there when `fit` began, and not taken."""
+    """As pruning does at the start of an epoch: the plan is still made of what was there when `fit` began, and not taken.
+
+    The newest checkpoint that memory has by then is stored at the end, even if storage was busy when it was complete.
+    """
 
     class Prunes(Callback):
         def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
