@@ -14,14 +14,16 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Collection
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers.logger import DummyLogger
 from safetensors.torch import save_file
@@ -34,6 +36,7 @@ from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, StorageError, StorageRefused
 from lightning_moe_ckpt.fit.loops._trainer import compiled_modules
+from lightning_moe_ckpt.journal import capture_rng, restore_rng
 from lightning_moe_ckpt.launch import RerunRequest
 from lightning_moe_ckpt.recovery import same_bits, stored_losses
 from lightning_moe_ckpt.storage import RunView, open_backend
@@ -69,6 +72,7 @@ class Rerun(Callback):
         compared if other losses are `known` to come, for a reason.
         """
         request, self.first = self.request, first
+        _expect_fits(request.given, trainer)
         boundaries = range(first + 1, request.until + 2)
         if known:
             self.notes.append(known)
@@ -87,8 +91,14 @@ class Rerun(Callback):
         self._set(trainer)
         if self._dump is not None:
             self._dump.batch_begins(pl_module, batch)
-        if self._hook is not None and hasattr(within := self._hook(trainer, pl_module, batch, batch_idx), "__enter__"):
-            self._within.enter_context(within)
+        if self._hook is not None:
+            modes = [(part, part.training) for part in pl_module.modules()]
+            with _same_draws():
+                within = self._hook(trainer, pl_module, batch, batch_idx)
+                for part, training in modes:
+                    part.training = training
+                if hasattr(within, "__enter__"):
+                    self._within.enter_context(within)
 
     @override
     def on_before_optimizer_step(
@@ -99,7 +109,13 @@ class Rerun(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        self._within.close()
+        with _same_draws():
+            self._within.close()
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero:  # or else the process has ended in `stepped`
+            Path(self.request.results).write_text(json.dumps({"ended": trainer.global_step - 1}), "utf-8")
 
     def stores(self, boundary: int) -> bool:
         """Return whether the state at `boundary` is to be stored, for an audit."""
@@ -127,17 +143,62 @@ class Rerun(Callback):
 
     def _set(self, trainer: Trainer) -> None:
         for name, value in self.request.given.items():
-            groups = trainer.optimizers[0].param_groups
             if name in OF_TRAINER:
                 setattr(trainer, name, value)
-            elif not any(name in group for group in groups):
-                known = sorted({key for group in groups for key in group} - {"params"})
-                raise ConfigurationError(
-                    f"`--set {name}=...`: there is no such value. Known are {', '.join([*known, *OF_TRAINER])}."
-                )
-            for group in groups:
-                if name in group:
-                    group[name].fill_(value) if isinstance(group[name], Tensor) else group.update({name: value})
+            for group in (each for each in trainer.optimizers[0].param_groups if name in each):
+                if isinstance(found := group[name], Tensor):
+                    found.fill_(value)
+                else:
+                    group[name] = tuple(value) if isinstance(found, tuple) else value
+
+
+def _expect_fits(given: Mapping[str, Any], trainer: Trainer) -> None:
+    """Raise `ConfigurationError` unless the optimizer or the trainer has each name that is given, and takes values of this type for it."""
+    groups = trainer.optimizers[0].param_groups
+    for name, value in given.items():
+        found = [group[name] for group in groups if name in group]
+        if not found and name not in OF_TRAINER:
+            known = sorted({key for group in groups for key in group} - {"params"})
+            raise ConfigurationError(
+                f"`--set {name}=...`: there is no such value. Known are {', '.join([*known, *OF_TRAINER])}."
+            )
+        wanted = (
+            _CLIPPING[name](value)
+            if name in OF_TRAINER
+            else next(filter(None, (_wanted(value, each) for each in found)), "")
+        )
+        if wanted:
+            raise ConfigurationError(f"`--set {name}={value}`: found {value!r}, wanted {wanted}.")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+_CLIPPING = {
+    "gradient_clip_val": lambda value: "" if value is None or _is_number(value) else "a number or null",
+    "gradient_clip_algorithm": lambda value: "" if value in ("norm", "value") else "`norm` or `value`",
+}
+
+
+def _wanted(value: object, found: object) -> str:
+    """Return the kind of value that can take the place of `found`, in words; empty if `value` is of it."""
+    if isinstance(found, tuple | list):
+        fits = isinstance(value, list) and len(value) == len(found) and all(map(_is_number, value))
+        return "" if fits else f"{len(found)} numbers, as in {json.dumps(found)}"
+    if isinstance(found, bool):
+        return "" if isinstance(value, bool) else "true or false"
+    if isinstance(found, str):
+        return "" if isinstance(value, str) else "text"
+    return "" if found is None or _is_number(value) else "a number"
+
+
+@contextmanager
+def _same_draws() -> Iterator[None]:
+    """Let what the body draws be drawn again behind it: a step that is looked at has the run's random numbers."""
+    state = capture_rng()
+    yield
+    restore_rng(state)
 
 
 def _journalled_losses(config: SessionConfig, rank: int, world_size: int, boundaries: range) -> dict[int, list[Tensor]]:
@@ -245,11 +306,13 @@ class StepDump:
 
     def _note(self, part: str, name: str, value: Any) -> None:
         for path, leaf in pytree.tree_leaves_with_path(value) if part in self._parts else ():
+            place = "/".join([name, *(str(_key(each)) for each in path)])
             if isinstance(leaf, Tensor):
                 own = leaf.detach().to_dense() if leaf.layout != torch.strided else leaf.detach()
                 own = own.to_local() if hasattr(own, "to_local") else own
-                place = "/".join([name, *(str(_key(each)) for each in path)])
                 self._found[part][place] = own.to("cpu", copy=True).contiguous()
+            elif isinstance(leaf, Mapping) or is_dataclass(leaf):  # of a class that torch does not know
+                self._note(part, place, {**(leaf if isinstance(leaf, Mapping) else vars(leaf))})
 
 
 def _key(entry: Any) -> Any:
@@ -259,13 +322,17 @@ def _key(entry: Any) -> Any:
 _READS = {"name", "version", "group_separator", "save_dir", "root_dir", "log_dir", "experiment"}
 
 
-def silence_loggers(folder: Path) -> None:
-    """Let the loggers of every trainer of this process write nothing; user code finds `folder` as their folder. Call once.
+def silence_trainers(folder: Path) -> None:
+    """Let loggers and checkpoints of every trainer of this process write nothing; user code finds `folder` as the loggers' folder. Call once.
 
     Each logger gets a subclass of its own class, so that code that asks for its kind, or its `experiment`, finds them.
     """
-    for name in () if hasattr(Trainer.fit, "is_silent") else ("__init__", "fit"):
+    if hasattr(Trainer.fit, "is_silent"):
+        return
+    for name in ("__init__", "fit"):
         setattr(Trainer, name, _silencing(getattr(Trainer, name), folder))
+    Trainer.log_dir = property(lambda _: str(folder))  # type: ignore[assignment, method-assign]  # without loggers, the user's own folder
+    ModelCheckpoint._link_checkpoint = staticmethod(lambda *_: None)  # type: ignore[method-assign, assignment]
 
 
 def _silencing(method: Any, folder: Path) -> Any:
@@ -276,7 +343,34 @@ def _silencing(method: Any, folder: Path) -> Any:
         result = method(self, *args, **options)
         for logger in self.loggers:  # a script may log before it trains
             _silence(logger, folder)
+        for cls in (type(self.strategy), type(self.strategy.checkpoint_io)):
+            for name in ("save_checkpoint", "remove_checkpoint"):
+                setattr(cls, name, _leaving_files(getattr(cls, name)))
         return result
+
+    vars(wrapped)["is_silent"] = True
+    return wrapped
+
+
+_TRIALS = (".lr_find_", ".scale_batch_size_")
+"""Begins of names of files that a `Tuner` reads again, and removes."""
+_told = {"held": False}
+
+
+def _leaving_files(method: Any) -> Any:
+    """Return a method of a strategy, or of its checkpoint I/O, that writes and removes no file but those of a `Tuner`."""
+    if hasattr(method, "is_silent"):
+        return method
+
+    @functools.wraps(method)
+    def wrapped(*args: Any, **options: Any) -> Any:
+        path = next(each for each in (*args, *options.values()) if isinstance(each, str | os.PathLike))
+        if Path(path).name.startswith(_TRIALS):
+            return method(*args, **options)
+        if not _told["held"]:
+            _told["held"] = True
+            log.info("%s: files of checkpoints are neither written nor removed where steps are run again", path)
+        return None
 
     vars(wrapped)["is_silent"] = True
     return wrapped

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import json
 import os
 import subprocess
@@ -60,6 +61,10 @@ def rerun(
         raise ConfigurationError(
             f"`--out {out}` is inside of the run's URL, where nothing is written. Give another folder."
         )
+    if hook and not _is_function(hook, command):
+        raise ConfigurationError(
+            f"`--hook {hook}`: give MODULE:FUNCTION, of a module that Python finds in this folder or beside the script."
+        )
     asked = {"step": step, "until": until}
     found = run_again(
         view, command, hook=hook, dump=tuple(dump), out=str(out.absolute()) if out else "", given=dict(given), **asked
@@ -90,13 +95,13 @@ def run_again(view: RunView, command: Sequence[str], *, until: int, **asked: Any
         results = Path(folder, "results.json")
         request = RerunRequest(tag=tag, name=uuid.uuid4().hex, results=str(results), until=until, **asked)
         status = _run(command, os.environ | request.to_environment())
-        if not results.is_file():
-            failed = f"ended with status {status}, as its output says"
-            raise CheckpointError(
-                f"Step {until} was not run again: COMMAND {failed if status else 'has ended, and its fit has not come to this step'}. "
-                "It has to train as the run did, with its checkpoint callback at this URL."
-            )
-        found = json.loads(results.read_text("utf-8"))
+        found = json.loads(results.read_text("utf-8")) if results.is_file() else {}
+    if "ranks" not in found:
+        why = "has ended without a fit. It has to train as the run did, with its checkpoint callback at this URL"
+        if "ended" in found:
+            why = f"has trained up to step {found['ended']}, and ended there. Steps behind the run's end need larger limits in the script"
+        why = f"ended with status {status}, as its output says" if status else why
+        raise CheckpointError(f"Step {until} was not run again: COMMAND {why}.")
     rows = [(step, rank, *row) for rank, (own, *_) in enumerate(found["ranks"]) for step, *row in own]
     return {
         "first": found["first"],
@@ -104,6 +109,14 @@ def run_again(view: RunView, command: Sequence[str], *, until: int, **asked: Any
         "notes": list(dict.fromkeys(note for _, _, notes in found["ranks"] for note in notes)),
         "files": sorted(path for _, files, _ in found["ranks"] for path in files),
     }
+
+
+def _is_function(name: str, command: Sequence[str]) -> bool:
+    """Return whether a name reads `module:function`, and the module is found from here, or beside a script in the command."""
+    module, _, function = name.partition(":")
+    beside = [str(Path(each).parent) for each in command if each.endswith(".py")]
+    package = module.partition(".")[0]
+    return bool(function) and importlib.machinery.PathFinder.find_spec(package, ["", *beside, *sys.path]) is not None
 
 
 def _run(command: Sequence[str], environment: dict[str, str]) -> int:
@@ -202,6 +215,7 @@ def audit_window(backend: Backend, start: int | None, command: Sequence[str]) ->
             "last": last,
             "verdict": verdict,
             "losses_compared": sum(row["same"] is not None for row in losses),
+            "losses_unknown": sum(row["same"] is None for row in losses),
             "losses": [
                 {"step": row["step"], "rank": row["rank"], "again": row["losses"], "stored": row["journal"]}
                 for row in plain(wrong)
@@ -230,7 +244,7 @@ def _window(view: RunView, start: int | None) -> tuple[int, int]:
 def _audited(document: Row) -> list[RenderableType]:
     said: list[RenderableType] = [
         f"steps {document['first']} to {document['last'] - 1} of run {document['run_id']} were run again",
-        f"losses: {document['losses_compared']} compared, {len(document['losses'])} differ",
+        f"losses: {document['losses_compared']} compared, {len(document['losses'])} differ, {document['losses_unknown']} in no journal",
     ]
     for row in document["losses"][:1]:
         both = f"{losses_text(row['again'])}, in the run {losses_text(row['stored'])}"

@@ -177,12 +177,14 @@ def _verdict_lines(verdict: Verdict) -> list[RenderableType]:
 def diff(*, a: tuple[str, int | None], b: tuple[str, int | None], **options: Any) -> int:
     """Compare two states."""
 
-    def look(backend: Backend) -> Answer:
-        stored = dict(options.get("storage_option", ()))
-        with contextlib.closing(open_backend(b[0], storage_options=stored, patience=_PATIENCE)) as other:
-            return compare([(backend, a[1]), (other, b[1])])
+    def look() -> Answer:
+        how: dict[str, Any] = {"storage_options": dict(options.get("storage_option", ())), "patience": _PATIENCE}
+        with contextlib.ExitStack() as opened:
+            backends = [opened.enter_context(contextlib.closing(open_backend(url, **how))) for url, _ in (a, b)]
+            return compare([*zip(backends, (a[1], b[1]), strict=True)])
 
-    return _of_run(look)(url=a[0], **options)
+    look.__name__ = "diff"  # an error names the side that it is about
+    return _of_run(look)(**options)
 
 
 @_of_run
