@@ -14,14 +14,15 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import is_dataclass
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack, closing, suppress
+from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.seed import isolate_rng
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
@@ -36,7 +37,6 @@ from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, StorageError, StorageRefused
 from lightning_moe_ckpt.fit.loops._trainer import compiled_modules
-from lightning_moe_ckpt.journal import capture_rng, restore_rng
 from lightning_moe_ckpt.launch import RerunRequest
 from lightning_moe_ckpt.recovery import same_bits, stored_losses
 from lightning_moe_ckpt.storage import RunView, open_backend
@@ -45,8 +45,8 @@ from lightning_moe_ckpt.tiers import SessionConfig
 
 log = rank_logger(__name__)
 
-OF_TRAINER = ("gradient_clip_val", "gradient_clip_algorithm")
-"""Attributes on the trainer that `--set` may set."""
+OF_TRAINER = {"gradient_clip_val": ["a number", "None"], "gradient_clip_algorithm": ["norm", "value"]}
+"""Attributes on the trainer that `--set` may set, with their values or kinds of them."""
 
 
 class Rerun(Callback):
@@ -93,7 +93,7 @@ class Rerun(Callback):
             self._dump.batch_begins(pl_module, batch)
         if self._hook is not None:
             modes = [(part, part.training) for part in pl_module.modules()]
-            with _same_draws():
+            with isolate_rng(include_cuda=torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
                 within = self._hook(trainer, pl_module, batch, batch_idx)
                 for part, training in modes:
                     part.training = training
@@ -109,7 +109,7 @@ class Rerun(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        with _same_draws():
+        with isolate_rng(include_cuda=torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
             self._within.close()
 
     @override
@@ -146,59 +146,30 @@ class Rerun(Callback):
             if name in OF_TRAINER:
                 setattr(trainer, name, value)
             for group in (each for each in trainer.optimizers[0].param_groups if name in each):
-                if isinstance(found := group[name], Tensor):
-                    found.fill_(value)
-                else:
-                    group[name] = tuple(value) if isinstance(found, tuple) else value
+                found, new = group[name], tuple(value) if isinstance(value, list) else value
+                found.fill_(new) if isinstance(found, Tensor) else group.update({name: new})
 
 
 def _expect_fits(given: Mapping[str, Any], trainer: Trainer) -> None:
-    """Raise `ConfigurationError` unless the optimizer or the trainer has each name that is given, and takes values of this type for it."""
+    """Raise `ConfigurationError` unless there is a value of each name that is given, and of the same kind."""
     groups = trainer.optimizers[0].param_groups
     for name, value in given.items():
-        found = [group[name] for group in groups if name in group]
-        if not found and name not in OF_TRAINER:
+        wanted = OF_TRAINER.get(name) or [_kind(group[name]) for group in groups if name in group]
+        if not wanted:
             known = sorted({key for group in groups for key in group} - {"params"})
             raise ConfigurationError(
                 f"`--set {name}=...`: there is no such value. Known are {', '.join([*known, *OF_TRAINER])}."
             )
-        wanted = (
-            _CLIPPING[name](value)
-            if name in OF_TRAINER
-            else next(filter(None, (_wanted(value, each) for each in found)), "")
-        )
-        if wanted:
-            raise ConfigurationError(f"`--set {name}={value}`: found {value!r}, wanted {wanted}.")
+        if str(value) not in wanted and _kind(value) not in wanted:
+            raise ConfigurationError(
+                f"`--set {name}={value}`: found {_kind(value)}, wanted {' or '.join(sorted({*wanted}))}."
+            )
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-_CLIPPING = {
-    "gradient_clip_val": lambda value: "" if value is None or _is_number(value) else "a number or null",
-    "gradient_clip_algorithm": lambda value: "" if value in ("norm", "value") else "`norm` or `value`",
-}
-
-
-def _wanted(value: object, found: object) -> str:
-    """Return the kind of value that can take the place of `found`, in words; empty if `value` is of it."""
-    if isinstance(found, tuple | list):
-        fits = isinstance(value, list) and len(value) == len(found) and all(map(_is_number, value))
-        return "" if fits else f"{len(found)} numbers, as in {json.dumps(found)}"
-    if isinstance(found, bool):
-        return "" if isinstance(value, bool) else "true or false"
-    if isinstance(found, str):
-        return "" if isinstance(value, str) else "text"
-    return "" if found is None or _is_number(value) else "a number"
-
-
-@contextmanager
-def _same_draws() -> Iterator[None]:
-    """Let what the body draws be drawn again behind it: a step that is looked at has the run's random numbers."""
-    state = capture_rng()
-    yield
-    restore_rng(state)
+def _kind(value: object) -> str:
+    if isinstance(value, tuple | list):
+        return f"{len(value)} numbers"
+    return {bool: "true or false", type(None): "true or false", str: "text"}.get(type(value), "a number")
 
 
 def _journalled_losses(config: SessionConfig, rank: int, world_size: int, boundaries: range) -> dict[int, list[Tensor]]:
@@ -224,12 +195,7 @@ def _plain(losses: list[Tensor] | None) -> list[float] | None:
 def _function(name: str) -> Any:
     module, _, attribute = name.partition(":")
     sys.path.insert(0, "")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigurationError(
-            f"`--hook {name}`: {error}. Give a module that Python finds from here, and a function of it."
-        ) from error
+    return getattr(importlib.import_module(module), attribute)
 
 
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
@@ -311,8 +277,10 @@ class StepDump:
                 own = leaf.detach().to_dense() if leaf.layout != torch.strided else leaf.detach()
                 own = own.to_local() if hasattr(own, "to_local") else own
                 self._found[part][place] = own.to("cpu", copy=True).contiguous()
-            elif isinstance(leaf, Mapping) or is_dataclass(leaf):  # of a class that torch does not know
-                self._note(part, place, {**(leaf if isinstance(leaf, Mapping) else vars(leaf))})
+            elif is_dataclass(leaf):
+                self._note(part, place, {each.name: getattr(leaf, each.name) for each in fields(leaf)})
+            elif isinstance(leaf, Mapping):  # of a class that torch does not know
+                self._note(part, place, {**leaf})
 
 
 def _key(entry: Any) -> Any:
@@ -327,12 +295,10 @@ def silence_trainers(folder: Path) -> None:
 
     Each logger gets a subclass of its own class, so that code that asks for its kind, or its `experiment`, finds them.
     """
-    if hasattr(Trainer.fit, "is_silent"):
-        return
-    for name in ("__init__", "fit"):
+    for name in () if hasattr(Trainer.fit, "is_silent") else ("__init__", "fit"):
         setattr(Trainer, name, _silencing(getattr(Trainer, name), folder))
-    Trainer.log_dir = property(lambda _: str(folder))  # type: ignore[assignment, method-assign]  # without loggers, the user's own folder
-    ModelCheckpoint._link_checkpoint = staticmethod(lambda *_: None)  # type: ignore[method-assign, assignment]
+    Trainer.log_dir = property(lambda _: str(folder))  # type: ignore[assignment, method-assign]  # else the user's own, without loggers
+    ModelCheckpoint._link_checkpoint = staticmethod(lambda *_: None)  # type: ignore[assignment, method-assign]
 
 
 def _silencing(method: Any, folder: Path) -> Any:
@@ -344,36 +310,30 @@ def _silencing(method: Any, folder: Path) -> Any:
         for logger in self.loggers:  # a script may log before it trains
             _silence(logger, folder)
         for cls in (type(self.strategy), type(self.strategy.checkpoint_io)):
-            for name in ("save_checkpoint", "remove_checkpoint"):
-                setattr(cls, name, _leaving_files(getattr(cls, name)))
+            _leave_files(cls, "save_checkpoint")
+            _leave_files(cls, "remove_checkpoint")
         return result
 
     vars(wrapped)["is_silent"] = True
     return wrapped
 
 
-_TRIALS = (".lr_find_", ".scale_batch_size_")
-"""Begins of names of files that a `Tuner` reads again, and removes."""
-_told = {"held": False}
+_say_once = functools.cache(log.info)
 
 
-def _leaving_files(method: Any) -> Any:
-    """Return a method of a strategy, or of its checkpoint I/O, that writes and removes no file but those of a `Tuner`."""
-    if hasattr(method, "is_silent"):
-        return method
+@functools.cache
+def _leave_files(cls: type, name: str) -> None:
+    """Let a method of a strategy, or of its checkpoint I/O, touch no file but those that a `Tuner` reads again and removes."""
+    method = getattr(cls, name)
 
     @functools.wraps(method)
     def wrapped(*args: Any, **options: Any) -> Any:
         path = next(each for each in (*args, *options.values()) if isinstance(each, str | os.PathLike))
-        if Path(path).name.startswith(_TRIALS):
+        if Path(path).name.startswith((".lr_find_", ".scale_batch_size_")):
             return method(*args, **options)
-        if not _told["held"]:
-            _told["held"] = True
-            log.info("%s: files of checkpoints are neither written nor removed where steps are run again", path)
-        return None
+        return _say_once("Lightning's checkpoints are neither written nor removed where steps are run again")
 
-    vars(wrapped)["is_silent"] = True
-    return wrapped
+    setattr(cls, name, wrapped)
 
 
 def _silence(logger: Logger, folder: Path) -> None:

@@ -43,15 +43,12 @@ class StoredState:
     """A generation's state, each operator as of its own step; with or without parameters that do not train."""
 
     def __init__(self, run: OpenedRun, step: int, *, constants: bool = True) -> None:
-        (backend, view), self.step = run, step
-        with _of(view.url):
-            self._find(backend, view, constants=constants)
-
-    def _find(self, backend: Backend, view: RunView, *, constants: bool) -> None:
-        commit = select(view, self.step).commit
+        backend, view = run
+        commit = select(view, step).commit
         assert commit is not None, "`select` chooses among those with a manifest"
-        self.url, self.commit, kind = view.url, commit, kind_of(commit)
-        markers = [view.read_marker(commit, rank) for rank in range(commit.world_size)]
+        self.url, self.commit, self.step, kind = view.url, commit, step, kind_of(commit)
+        with _of(self.url):
+            markers = [view.read_marker(commit, rank) for rank in range(commit.world_size)]
         optimizer = None if markers[0].module is None else markers[0].module.read().optimizer
         steps: dict[str, int] = {}
         if kind == "sparse":
@@ -60,11 +57,12 @@ class StoredState:
             markers = [_as_one_step(marker) for marker in markers]
         if not constants:
             markers = [replace(each, policy=_without(each.policy, CONSTANTS)) for each in markers]
-        self.tensors = Assembler(backend, markers)
+        with _of(self.url):
+            self.tensors = Assembler(backend, markers)
+            self.scalars = self.tensors.shared_scalars() if kind == "partial" else {}
+            """Optimizer state that experts in a partial generation share, not in any record."""
         self.steps = steps | self.tensors.older
         """Steps of operators older than the generation; perhaps of others too."""
-        self.scalars = self.tensors.shared_scalars() if kind == "partial" else {}
-        """Optimizer state that experts in a partial generation share, not in any record."""
         told = _without(commit.policy, "plan", "fingerprint", CONSTANTS)
         self.told = {"ranks": commit.world_size, "kind": kind, "optimizer": optimizer, **told}
         """Facts that may explain why states differ."""

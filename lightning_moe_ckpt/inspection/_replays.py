@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.machinery
 import json
 import os
 import subprocess
 import sys
 import uuid
 from collections.abc import Iterable, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -61,7 +61,9 @@ def rerun(
         raise ConfigurationError(
             f"`--out {out}` is inside of the run's URL, where nothing is written. Give another folder."
         )
-    if hook and not _is_function(hook, command):
+    module, _, function = hook.partition(":")
+    beside = [str(Path(each).parent) for each in command if each.endswith(".py")]
+    if hook and not (function and PathFinder.find_spec(module.partition(".")[0], ["", *beside, *sys.path])):
         raise ConfigurationError(
             f"`--hook {hook}`: give MODULE:FUNCTION, of a module that Python finds in this folder or beside the script."
         )
@@ -109,14 +111,6 @@ def run_again(view: RunView, command: Sequence[str], *, until: int, **asked: Any
         "notes": list(dict.fromkeys(note for _, _, notes in found["ranks"] for note in notes)),
         "files": sorted(path for _, files, _ in found["ranks"] for path in files),
     }
-
-
-def _is_function(name: str, command: Sequence[str]) -> bool:
-    """Return whether a name reads `module:function`, and the module is found from here, or beside a script in the command."""
-    module, _, function = name.partition(":")
-    beside = [str(Path(each).parent) for each in command if each.endswith(".py")]
-    package = module.partition(".")[0]
-    return bool(function) and importlib.machinery.PathFinder.find_spec(package, ["", *beside, *sys.path]) is not None
 
 
 def _run(command: Sequence[str], environment: dict[str, str]) -> int:
