@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.seed import isolate_rng
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.seed import isolate_rng
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -146,8 +146,8 @@ class Rerun(Callback):
             if name in OF_TRAINER:
                 setattr(trainer, name, value)
             for group in (each for each in trainer.optimizers[0].param_groups if name in each):
-                found, new = group[name], tuple(value) if isinstance(value, list) else value
-                found.fill_(new) if isinstance(found, Tensor) else group.update({name: new})
+                new = tuple(value) if isinstance(value, list) else value
+                group[name].fill_(value) if isinstance(group[name], Tensor) else group.update({name: new})
 
 
 def _expect_fits(given: Mapping[str, Any], trainer: Trainer) -> None:
