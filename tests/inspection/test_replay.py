@@ -183,12 +183,11 @@ def test_a_script_that_cannot_do_it_is_told(
     dense_run: tuple[str, Small],
     script: str,
     case: tuple[list[str], list[str], str],
-    tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """And nothing is changed."""
     options, arguments, said = case
-    url = dense_run[0] if "elsewhere" in arguments else str(tmp_path / "none") if "nowhere" in arguments else sparse_run
+    url = dense_run[0] if "elsewhere" in arguments else f"{sparse_run}-none" if "nowhere" in arguments else sparse_run
     before = listed(sparse_run)
     assert main(["replay", sparse_run, *options, "--", script, url, *arguments]) == 2
     assert said in capfd.readouterr().err
