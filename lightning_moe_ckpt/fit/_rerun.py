@@ -7,10 +7,11 @@ journal has its losses: so those are known that end inside a stored window, or w
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import json
+import multiprocessing
 import os
+import pkgutil
 import re
 import sys
 from collections import Counter
@@ -57,7 +58,8 @@ class Rerun(Callback):
             path = re.sub(r"^\w+://", "", url)
             _refuse_writes({os.path.abspath(path), os.path.realpath(path)})  # noqa: PTH100  # by either name
         self.request, self._within = request, ExitStack()
-        self._hook: Any = _function(request.hook) if request.hook else None
+        sys.path.insert(0, "")
+        self._hook: Any = pkgutil.resolve_name(request.hook) if request.hook else None
         self._journalled: dict[int, list[Tensor]] = {}
         self._rows: list[list[Any]] = []
         self._files: list[str] = []
@@ -139,7 +141,9 @@ class Rerun(Callback):
         ranks = among.gather_values([self._rows, self._files, self.notes])
         if among.is_coordinator:
             Path(self.request.results).write_text(json.dumps({"first": self.first, "ranks": ranks}), "utf-8")
-        raise SystemExit(0)
+        among.gather_values([])  # where one ends, a launcher may end the others
+        # The launcher of `ddp_fork` and `ddp_spawn` would wait for ever for what those that end well return.
+        raise SystemExit(int(multiprocessing.parent_process() is not None))
 
     def _set(self, trainer: Trainer) -> None:
         for name, value in self.request.given.items():
@@ -190,12 +194,6 @@ def _journalled_losses(config: SessionConfig, rank: int, world_size: int, bounda
 
 def _plain(losses: list[Tensor] | None) -> list[float] | None:
     return None if losses is None else [loss.item() for loss in losses]
-
-
-def _function(name: str) -> Any:
-    module, _, attribute = name.partition(":")
-    sys.path.insert(0, "")
-    return getattr(importlib.import_module(module), attribute)
 
 
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
@@ -290,12 +288,13 @@ def _key(entry: Any) -> Any:
 _READS = {"name", "version", "group_separator", "save_dir", "root_dir", "log_dir", "experiment"}
 
 
+@functools.cache
 def silence_trainers(folder: Path) -> None:
     """Let loggers and checkpoints of every trainer of this process write nothing; user code finds `folder` as the loggers' folder. Call once.
 
     Each logger gets a subclass of its own class, so that code that asks for its kind, or its `experiment`, finds them.
     """
-    for name in () if hasattr(Trainer.fit, "is_silent") else ("__init__", "fit"):
+    for name in ("__init__", "fit"):
         setattr(Trainer, name, _silencing(getattr(Trainer, name), folder))
     Trainer.log_dir = property(lambda _: str(folder))  # type: ignore[assignment, method-assign]  # else the user's own, without loggers
     ModelCheckpoint._link_checkpoint = staticmethod(lambda *_: None)  # type: ignore[assignment, method-assign]
@@ -314,7 +313,6 @@ def _silencing(method: Any, folder: Path) -> Any:
             _leave_files(cls, "remove_checkpoint")
         return result
 
-    vars(wrapped)["is_silent"] = True
     return wrapped
 
 

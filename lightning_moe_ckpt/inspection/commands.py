@@ -101,7 +101,7 @@ def _show(answer: Answer, *, as_json: bool) -> int:
 def _fail(where: str, error: CheckpointError, facts: Mapping[str, str], *, as_json: bool) -> int:
     """Write in a line why the command could not do its work, and return its exit status."""
     reason = " ".join(str(error).split())
-    place = "" if where and where in reason else f" {where}"
+    place = "" if where and (where in reason or "://" in reason) else f" {where}"
     sys.stderr.write(f"moe-ckpt{place}: {reason}\n")
     if as_json:
         document = {**facts, "error": {"type": type(error).__name__, "message": reason}}
@@ -177,14 +177,12 @@ def _verdict_lines(verdict: Verdict) -> list[RenderableType]:
 def diff(*, a: tuple[str, int | None], b: tuple[str, int | None], **options: Any) -> int:
     """Compare two states."""
 
-    def look() -> Answer:
-        how: dict[str, Any] = {"storage_options": dict(options.get("storage_option", ())), "patience": _PATIENCE}
-        with contextlib.ExitStack() as opened:
-            backends = [opened.enter_context(contextlib.closing(open_backend(url, **how))) for url, _ in (a, b)]
-            return compare([*zip(backends, (a[1], b[1]), strict=True)])
+    def look(backend: Backend) -> Answer:
+        stored = dict(options.get("storage_option", ()))
+        with contextlib.closing(open_backend(b[0], storage_options=stored, patience=_PATIENCE)) as other:
+            return compare([(backend, a[1]), (other, b[1])])
 
-    look.__name__ = "diff"  # an error names the side that it is about
-    return _of_run(look)(**options)
+    return _of_run(look)(url=a[0], **options)
 
 
 @_of_run
@@ -243,18 +241,22 @@ def _not_dense(status: int, commit: Commit) -> str:
     )
 
 
-@_of_run
-def replay(backend: Backend, **asked: Any) -> Answer:
-    """Run steps again in the user's training."""
-    with _interrupted_by_sigterm():
-        return rerun(backend, **asked)
+@contextlib.contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM, as of a scheduler, unwind the stack, so that partial files are removed."""
+
+    def interrupt(*_: object) -> NoReturn:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
-@_of_run
-def audit(backend: Backend, *, start: int | None, command: Sequence[str]) -> Answer:
-    """Run a window again in the user's training, and compare."""
-    with _interrupted_by_sigterm():
-        return audit_window(backend, start, command)
+replay = _of_run(_interrupted_by_sigterm()(rerun))
+audit = _of_run(_interrupted_by_sigterm()(audit_window))
 
 
 @_of_run
@@ -382,20 +384,6 @@ def _tag_of(url: str, storage_options: Mapping[str, object]) -> str:
         if history is None:
             raise NoUsableGeneration(f"{backend.url}: its log cannot be read, and names of its memory follow from it.")
         return memory_tag(history.key, backend.url)
-
-
-@contextlib.contextmanager
-def _interrupted_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM, as of a scheduler, unwind the stack, so that partial files are removed."""
-
-    def interrupt(*_: object) -> NoReturn:
-        raise SystemExit(128 + signal.SIGTERM)
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _states(found: Sequence[Check | Examined]) -> Table:
