@@ -47,9 +47,7 @@ class Writing(Enum):
 
 
 class CheckpointFiles:
-    """Replace one trainer's methods that save, remove and look for checkpoint files, from `on_fit_start` until `remove`; unless it
-    `changes` files, by itself it changes none.
-    """
+    """Replace one trainer's methods that save, remove and look for checkpoint files, until `remove`; only with `changes`, repair files."""
 
     def __init__(self, trainer: Trainer, *, changes: bool = True) -> None:
         self._trainer, self._strategy, self._changes = trainer, trainer.strategy, changes

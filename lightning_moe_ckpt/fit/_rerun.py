@@ -141,8 +141,9 @@ class Rerun(Callback):
         ranks = among.gather_values([self._rows, self._files, self.notes])
         if among.is_coordinator:
             Path(self.request.results).write_text(json.dumps({"first": self.first, "ranks": ranks}), "utf-8")
-        among.gather_values([])  # where one ends, a launcher may end the others
-        # The launcher of `ddp_fork` and `ddp_spawn` would wait for ever for what those that end well return.
+        among.gather_values(
+            []
+        )  # where one ends, a launcher may end the others; that of `ddp_fork` waits for ever if all end well
         raise SystemExit(int(multiprocessing.parent_process() is not None))
 
     def _set(self, trainer: Trainer) -> None:
@@ -160,14 +161,10 @@ def _expect_fits(given: Mapping[str, Any], trainer: Trainer) -> None:
     for name, value in given.items():
         wanted = OF_TRAINER.get(name) or [_kind(group[name]) for group in groups if name in group]
         if not wanted:
-            known = sorted({key for group in groups for key in group} - {"params"})
-            raise ConfigurationError(
-                f"`--set {name}=...`: there is no such value. Known are {', '.join([*known, *OF_TRAINER])}."
-            )
-        if str(value) not in wanted and _kind(value) not in wanted:
-            raise ConfigurationError(
-                f"`--set {name}={value}`: found {_kind(value)}, wanted {' or '.join(sorted({*wanted}))}."
-            )
+            known = ", ".join([*sorted({key for group in groups for key in group} - {"params"}), *OF_TRAINER])
+            raise ConfigurationError(f"`--set {name}=...`: there is no such value. Known are {known}.")
+        if str(value) not in wanted and (found := _kind(value)) not in wanted:
+            raise ConfigurationError(f"`--set {name}={value}`: found {found}, wanted {' or '.join(sorted({*wanted}))}.")
 
 
 def _kind(value: object) -> str:
