@@ -45,6 +45,7 @@ from lightning_moe_ckpt.storage._open import scheme_of
 from lightning_moe_ckpt.tiers import SessionConfig
 
 log = rank_logger(__name__)
+_say_once = functools.cache(log.info)
 
 OF_TRAINER = {"gradient_clip_val": ["a number", "None"], "gradient_clip_algorithm": ["norm", "value"]}
 """Attributes on the trainer that `--set` may set, with their values or kinds of them."""
@@ -311,9 +312,6 @@ def _silencing(method: Any, folder: Path) -> Any:
         return result
 
     return wrapped
-
-
-_say_once = functools.cache(log.info)
 
 
 @functools.cache

@@ -33,6 +33,7 @@ _STANDARD_ERROR = 2
 """File descriptor for the training's output, since that is no answer."""
 _COLUMNS = ("step", "rank", "losses", "journal", "same")
 _TITLES = ("step", "rank", "loss", "in the run")
+_NONE = "No generation is kept."
 
 
 def rerun(
@@ -50,11 +51,7 @@ def rerun(
     view, until = RunView.open(backend), step if until is None else until
     kept = sorted(stored.generation.step for stored in view.generations() if stored.usable)
     if not kept or kept[0] > step:
-        can = (
-            f"Steps from {kept[0]} on can be: generations are kept of {', '.join(map(str, kept))}."
-            if kept
-            else "No generation is kept."
-        )
+        can = f"Steps from {kept[0]} on can be: generations are kept of {', '.join(map(str, kept))}." if kept else _NONE
         raise NoUsableGeneration(f"Step {step} of run {view.run_id} cannot be run again. {can}")
     if until < step:
         raise ConfigurationError(f"`--until {until}` is before `--step {step}`.")
