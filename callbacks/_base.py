@@ -25,7 +25,7 @@ from lightning_moe_ckpt.fit import Audits, FitSession, InPlace, OnlyBeats, Watch
 from lightning_moe_ckpt.fit._callbacks import tries_only
 from lightning_moe_ckpt.fit._cli import explain_errors
 from lightning_moe_ckpt.fit._files import LightningResume, let_best_come_first
-from lightning_moe_ckpt.fit._rerun import Rerun, silence_loggers
+from lightning_moe_ckpt.fit._rerun import Rerun, silence_trainers
 from lightning_moe_ckpt.fit._stops import name_status
 from lightning_moe_ckpt.fit.loops._trainer import callbacks_of
 from lightning_moe_ckpt.goodput import Goodput
@@ -373,9 +373,9 @@ class CheckpointCallback(SharedArguments, Checkpoint):
 
 
 def _asked_again() -> RerunRequest | None:
-    """Return the steps that this process is to run again, whose loggers then write nothing; `None` where it trains as ever."""
+    """Return the steps that this process is to run again, whose trainers then write nothing; `None` where it trains as ever."""
     if (request := RerunRequest.from_environment()) is not None:
-        silence_loggers(Path(request.results).parent / "logs")
+        silence_trainers(Path(request.results).parent / "logs")
     return request
 
 

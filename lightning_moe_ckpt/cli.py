@@ -256,7 +256,7 @@ _LOOKING = [
             "--from",
             "The newest generation at or before step N (default: the newest two).",
             "N",
-            type=int,
+            type=click.IntRange(0),
             name="start",
         ),
     ),

@@ -47,10 +47,10 @@ class Writing(Enum):
 
 
 class CheckpointFiles:
-    """Replace one trainer's methods that save, remove and look for checkpoint files, from `on_fit_start` until `remove`."""
+    """Replace one trainer's methods that save, remove and look for checkpoint files, until `remove`; only with `changes`, repair files."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer, self._strategy = trainer, trainer.strategy
+    def __init__(self, trainer: Trainer, *, changes: bool = True) -> None:
+        self._trainer, self._strategy, self._changes = trainer, trainer.strategy, changes
         before = getattr(trainer.__dict__.get("save_checkpoint"), "__self__", None)
         if isinstance(before, CheckpointFiles):
             before.remove()  # an earlier fit ended in replay
@@ -67,13 +67,9 @@ class CheckpointFiles:
         for checkpoint in self._model_checkpoints():
             checkpoint.file_exists = self._exists(checkpoint.file_exists)  # type: ignore[assignment, method-assign]
 
-    def hold(self, *, for_good: bool = False) -> None:
-        """Neither write nor remove files until `dense` or `go_on`; with `for_good` never."""
+    def hold(self) -> None:
+        """Neither write nor remove files until `dense` or `go_on`."""
         self.writing = Writing.HELD
-        if for_good:
-            self.dense = lambda: None  # type: ignore[method-assign]
-            for checkpoint in self._model_checkpoints():
-                checkpoint._link_checkpoint = lambda *_: None  # type: ignore[method-assign]
 
     def go_on(self, *, held: bool) -> None:
         """Write and remove files again, unless still `held`, and look for damaged files at the next call of `dense`.
@@ -137,7 +133,8 @@ class CheckpointFiles:
 
     def _repair(self) -> None:
         """Write files again that the run was killed in replacing: the old content is lost, and the file gets the current state."""
-        torn = [path for path in self._saved if _torn(path)] if self._trainer.is_global_zero else []
+        looks = self._changes and self._trainer.is_global_zero
+        torn = [path for path in self._saved if _torn(path)] if looks else []
         upstream: Any = getattr(self._strategy, "upstream", None)
         with nullcontext() if upstream is None else upstream.paused():
             paths = self._strategy.broadcast(torn)
@@ -151,7 +148,7 @@ class CheckpointFiles:
     def _on_save(self, filepath: Any, weights_only: bool | None = None, *args: Any, **options: Any) -> None:
         self._saved[os.fspath(filepath)] = bool(weights_only)
         if not self._holds():
-            if self._trainer.is_global_zero:  # others get the path from there
+            if self._changes and self._trainer.is_global_zero:  # others get the path from there
                 for name in _LAST if Path(filepath).is_dir() else ():
                     Path(filepath, name).unlink(missing_ok=True)
             self._save(filepath, weights_only, *args, **options)

@@ -7,23 +7,26 @@ journal has its losses: so those are known that end inside a stored window, or w
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import json
 import os
+import pkgutil
 import re
 import sys
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack, closing, suppress
+from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.seed import isolate_rng
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -41,9 +44,10 @@ from lightning_moe_ckpt.storage._open import scheme_of
 from lightning_moe_ckpt.tiers import SessionConfig
 
 log = rank_logger(__name__)
+_say_once = functools.cache(log.info)
 
-OF_TRAINER = ("gradient_clip_val", "gradient_clip_algorithm")
-"""Attributes on the trainer that `--set` may set."""
+OF_TRAINER = {"gradient_clip_val": ["a number", "None"], "gradient_clip_algorithm": ["norm", "value"]}
+"""Attributes on the trainer that `--set` may set, with their values or kinds of them."""
 
 
 class Rerun(Callback):
@@ -54,7 +58,8 @@ class Rerun(Callback):
             path = re.sub(r"^\w+://", "", url)
             _refuse_writes({os.path.abspath(path), os.path.realpath(path)})  # noqa: PTH100  # by either name
         self.request, self._within = request, ExitStack()
-        self._hook: Any = _function(request.hook) if request.hook else None
+        sys.path.insert(0, "")
+        self._hook: Any = pkgutil.resolve_name(request.hook) if request.hook else None
         self._journalled: dict[int, list[Tensor]] = {}
         self._rows: list[list[Any]] = []
         self._files: list[str] = []
@@ -69,6 +74,7 @@ class Rerun(Callback):
         compared if other losses are `known` to come, for a reason.
         """
         request, self.first = self.request, first
+        _expect_fits(request.given, trainer)
         boundaries = range(first + 1, request.until + 2)
         if known:
             self.notes.append(known)
@@ -87,8 +93,14 @@ class Rerun(Callback):
         self._set(trainer)
         if self._dump is not None:
             self._dump.batch_begins(pl_module, batch)
-        if self._hook is not None and hasattr(within := self._hook(trainer, pl_module, batch, batch_idx), "__enter__"):
-            self._within.enter_context(within)
+        if self._hook is not None:
+            modes = [(part, part.training) for part in pl_module.modules()]
+            with isolate_rng(include_cuda=torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+                within = self._hook(trainer, pl_module, batch, batch_idx)
+                for part, training in modes:
+                    part.training = training
+                if hasattr(within, "__enter__"):
+                    self._within.enter_context(within)
 
     @override
     def on_before_optimizer_step(
@@ -99,7 +111,13 @@ class Rerun(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        self._within.close()
+        with isolate_rng(include_cuda=torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+            self._within.close()
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero:  # or else the process has ended in `stepped`
+            Path(self.request.results).write_text(json.dumps({"ended": trainer.global_step - 1}), "utf-8")
 
     def stores(self, boundary: int) -> bool:
         """Return whether the state at `boundary` is to be stored, for an audit."""
@@ -127,17 +145,29 @@ class Rerun(Callback):
 
     def _set(self, trainer: Trainer) -> None:
         for name, value in self.request.given.items():
-            groups = trainer.optimizers[0].param_groups
             if name in OF_TRAINER:
                 setattr(trainer, name, value)
-            elif not any(name in group for group in groups):
-                known = sorted({key for group in groups for key in group} - {"params"})
-                raise ConfigurationError(
-                    f"`--set {name}=...`: there is no such value. Known are {', '.join([*known, *OF_TRAINER])}."
-                )
-            for group in groups:
-                if name in group:
-                    group[name].fill_(value) if isinstance(group[name], Tensor) else group.update({name: value})
+            for group in (each for each in trainer.optimizers[0].param_groups if name in each):
+                new = tuple(value) if isinstance(value, list) else value
+                group[name].fill_(value) if isinstance(group[name], Tensor) else group.update({name: new})
+
+
+def _expect_fits(given: Mapping[str, Any], trainer: Trainer) -> None:
+    """Raise `ConfigurationError` unless there is a value of each name that is given, and of the same kind."""
+    groups = trainer.optimizers[0].param_groups
+    for name, value in given.items():
+        wanted = OF_TRAINER.get(name) or [_kind(group[name]) for group in groups if name in group]
+        if not wanted:
+            known = ", ".join([*sorted({key for group in groups for key in group} - {"params"}), *OF_TRAINER])
+            raise ConfigurationError(f"`--set {name}=...`: there is no such value. Known are {known}.")
+        if str(value) not in wanted and (found := _kind(value)) not in wanted:
+            raise ConfigurationError(f"`--set {name}={value}`: found {found}, wanted {' or '.join(sorted({*wanted}))}.")
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, tuple | list):
+        return f"{len(value)} numbers"
+    return {bool: "true or false", type(None): "true or false", str: "text"}.get(type(value), "a number")
 
 
 def _journalled_losses(config: SessionConfig, rank: int, world_size: int, boundaries: range) -> dict[int, list[Tensor]]:
@@ -158,17 +188,6 @@ def _journalled_losses(config: SessionConfig, rank: int, world_size: int, bounda
 
 def _plain(losses: list[Tensor] | None) -> list[float] | None:
     return None if losses is None else [loss.item() for loss in losses]
-
-
-def _function(name: str) -> Any:
-    module, _, attribute = name.partition(":")
-    sys.path.insert(0, "")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigurationError(
-            f"`--hook {name}`: {error}. Give a module that Python finds from here, and a function of it."
-        ) from error
 
 
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
@@ -245,11 +264,15 @@ class StepDump:
 
     def _note(self, part: str, name: str, value: Any) -> None:
         for path, leaf in pytree.tree_leaves_with_path(value) if part in self._parts else ():
+            place = "/".join([name, *(str(_key(each)) for each in path)])
             if isinstance(leaf, Tensor):
                 own = leaf.detach().to_dense() if leaf.layout != torch.strided else leaf.detach()
                 own = own.to_local() if hasattr(own, "to_local") else own
-                place = "/".join([name, *(str(_key(each)) for each in path)])
                 self._found[part][place] = own.to("cpu", copy=True).contiguous()
+            elif is_dataclass(leaf):
+                self._note(part, place, {each.name: getattr(leaf, each.name) for each in fields(leaf)})
+            elif isinstance(leaf, Mapping):  # of a class that torch does not know
+                self._note(part, place, {**leaf})
 
 
 def _key(entry: Any) -> Any:
@@ -259,13 +282,16 @@ def _key(entry: Any) -> Any:
 _READS = {"name", "version", "group_separator", "save_dir", "root_dir", "log_dir", "experiment"}
 
 
-def silence_loggers(folder: Path) -> None:
-    """Let the loggers of every trainer of this process write nothing; user code finds `folder` as their folder. Call once.
+@functools.cache
+def silence_trainers(folder: Path) -> None:
+    """Let loggers and checkpoints of every trainer of this process write nothing; user code finds `folder` as the loggers' folder. Call once.
 
     Each logger gets a subclass of its own class, so that code that asks for its kind, or its `experiment`, finds them.
     """
-    for name in () if hasattr(Trainer.fit, "is_silent") else ("__init__", "fit"):
+    for name in ("__init__", "fit"):
         setattr(Trainer, name, _silencing(getattr(Trainer, name), folder))
+    Trainer.log_dir = property(lambda _: str(folder))  # type: ignore[assignment, method-assign]  # else the user's own, without loggers
+    ModelCheckpoint._link_checkpoint = staticmethod(lambda *_: None)  # type: ignore[assignment, method-assign]
 
 
 def _silencing(method: Any, folder: Path) -> Any:
@@ -276,10 +302,27 @@ def _silencing(method: Any, folder: Path) -> Any:
         result = method(self, *args, **options)
         for logger in self.loggers:  # a script may log before it trains
             _silence(logger, folder)
+        for cls in (type(self.strategy), type(self.strategy.checkpoint_io)):
+            _leave_files(cls, "save_checkpoint")
+            _leave_files(cls, "remove_checkpoint")
         return result
 
-    vars(wrapped)["is_silent"] = True
     return wrapped
+
+
+@functools.cache
+def _leave_files(cls: type, name: str) -> None:
+    """Let a method of a strategy, or of its checkpoint I/O, touch no file but those that a `Tuner` reads again and removes."""
+    method = getattr(cls, name)
+
+    @functools.wraps(method)
+    def wrapped(*args: Any, **options: Any) -> Any:
+        path = next(each for each in (*args, *options.values()) if isinstance(each, str | os.PathLike))
+        if Path(path).name.startswith((".lr_find_", ".scale_batch_size_")):
+            return method(*args, **options)
+        return _say_once("Lightning's checkpoints are neither written nor removed where steps are run again")
+
+    setattr(cls, name, wrapped)
 
 
 def _silence(logger: Logger, folder: Path) -> None:

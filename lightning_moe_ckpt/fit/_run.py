@@ -92,7 +92,8 @@ class FitSession:
         """The checkpoint session in force, and how this rank takes part in checkpoints of all."""
         self.clock = self.session.clock
         warn_if_short(trainer, self.session.job.least_steps)
-        self._logs, self._files = LogFolders(trainer, follows=rerun is None), CheckpointFiles(trainer)
+        self._logs = LogFolders(trainer, follows=rerun is None)
+        self._files = CheckpointFiles(trainer, changes=rerun is None)
         self.sessions.rerun = rerun
         compared, original = lambda: self._recorder.compares_batch, self._original_batches
         self._batches = BatchLog(trainer, batches, keep=policy.replays, original=original, compared=compared)
@@ -154,7 +155,6 @@ class FitSession:
             if not self._recorder.next_batch_begun(start):
                 session.repeats.waive_reconciling()  # hooks before the next batch run once, later
         if self.sessions.rerun is not None:
-            self._files.hold(for_good=True)
             why = "" if self.sessions.policy.exact else "restarts under this policy are not exact, and this is one"
             if start is not None and OTHER_RANKS in start:
                 why = "other ranks than the run's sum in another order: losses are not compared"

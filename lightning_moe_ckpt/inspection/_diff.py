@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -47,7 +47,8 @@ class StoredState:
         commit = select(view, step).commit
         assert commit is not None, "`select` chooses among those with a manifest"
         self.url, self.commit, self.step, kind = view.url, commit, step, kind_of(commit)
-        markers = [view.read_marker(commit, rank) for rank in range(commit.world_size)]
+        with _of(self.url):
+            markers = [view.read_marker(commit, rank) for rank in range(commit.world_size)]
         optimizer = None if markers[0].module is None else markers[0].module.read().optimizer
         steps: dict[str, int] = {}
         if kind == "sparse":
@@ -56,11 +57,12 @@ class StoredState:
             markers = [_as_one_step(marker) for marker in markers]
         if not constants:
             markers = [replace(each, policy=_without(each.policy, CONSTANTS)) for each in markers]
-        self.tensors = Assembler(backend, markers)
+        with _of(self.url):
+            self.tensors = Assembler(backend, markers)
+            self.scalars = self.tensors.shared_scalars() if kind == "partial" else {}
+            """Optimizer state that experts in a partial generation share, not in any record."""
         self.steps = steps | self.tensors.older
         """Steps of operators older than the generation; perhaps of others too."""
-        self.scalars = self.tensors.shared_scalars() if kind == "partial" else {}
-        """Optimizer state that experts in a partial generation share, not in any record."""
         told = _without(commit.policy, "plan", "fingerprint", CONSTANTS)
         self.told = {"ranks": commit.world_size, "kind": kind, "optimizer": optimizer, **told}
         """Facts that may explain why states differ."""
@@ -85,16 +87,27 @@ class StoredState:
     def starts(self) -> list[dict[str, Any]]:
         """Read the journals' start halves, rank by rank."""
         own = [each for row in self.tensors.boundary for each in row if each.record.kind == JOURNAL]
-        return [decode_journal(self.tensors.record(each)).get("start") or {} for each in own]
+        with _of(self.url):
+            return [decode_journal(self.tensors.record(each)).get("start") or {} for each in own]
 
     def read(self, name: str, records: list[Replicas], others: Sequence[Replicas]) -> Tensor:
         """Read a tensor, as far as there are records; of one that each writer wrote whole, a copy that `others` lack."""
         first = records[0].record
-        if not _is_whole(records):
-            return self.tensors.whole(name, StoredTensor(first.dtype, first.global_shape, records), partly=True)
         known = {each.record.digest for each in others}
         odd = next((each for each in records if each.record.digest not in known), records[0])
-        return self.tensors.record(odd).view(first.global_shape)
+        with _of(self.url):
+            if _is_whole(records):
+                return self.tensors.record(odd).view(first.global_shape)
+            return self.tensors.whole(name, StoredTensor(first.dtype, first.global_shape, records), partly=True)
+
+
+@contextmanager
+def _of(url: str) -> Iterator[None]:
+    """Let damage that the body meets name the run's URL, which says which side it is."""
+    try:
+        yield
+    except Corrupt as error:
+        raise Corrupt(f"{url}: {error}") from error
 
 
 def _without(policy: Mapping[str, Any], *keys: str) -> dict[str, Any]:
@@ -227,8 +240,8 @@ def _rank(largest: float) -> tuple[bool, float]:
 
 
 def worst_first(rows: Iterable[Row]) -> list[Row]:
-    """Return differences, the largest first, as JSON values."""
-    ordered = sorted(rows, key=lambda row: _rank(row["largest"]), reverse=True)
+    """Return differences as JSON values: the largest first, and counts of steps, which differ by more than any weight, last."""
+    ordered = sorted(rows, key=lambda row: (not row["tensor"].endswith("/step"), *_rank(row["largest"])), reverse=True)
     return [plain(row) for row in ordered]
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterable, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -60,6 +61,12 @@ def rerun(
         raise ConfigurationError(
             f"`--out {out}` is inside of the run's URL, where nothing is written. Give another folder."
         )
+    module, _, function = hook.partition(":")
+    beside = [str(Path(each).parent) for each in command if each.endswith(".py")]
+    if hook and not (function and PathFinder.find_spec(module.partition(".")[0], ["", *beside, *sys.path])):
+        raise ConfigurationError(
+            f"`--hook {hook}`: give MODULE:FUNCTION, of a module that Python finds in this folder or beside the script."
+        )
     asked = {"step": step, "until": until}
     found = run_again(
         view, command, hook=hook, dump=tuple(dump), out=str(out.absolute()) if out else "", given=dict(given), **asked
@@ -90,13 +97,13 @@ def run_again(view: RunView, command: Sequence[str], *, until: int, **asked: Any
         results = Path(folder, "results.json")
         request = RerunRequest(tag=tag, name=uuid.uuid4().hex, results=str(results), until=until, **asked)
         status = _run(command, os.environ | request.to_environment())
-        if not results.is_file():
-            failed = f"ended with status {status}, as its output says"
-            raise CheckpointError(
-                f"Step {until} was not run again: COMMAND {failed if status else 'has ended, and its fit has not come to this step'}. "
-                "It has to train as the run did, with its checkpoint callback at this URL."
-            )
-        found = json.loads(results.read_text("utf-8"))
+        found = json.loads(results.read_text("utf-8")) if results.is_file() else {}
+    if "ranks" not in found:
+        why = "has ended without a fit. It has to train as the run did, with its checkpoint callback at this URL"
+        if "ended" in found:
+            why = f"has trained up to step {found['ended']}, and ended there. Steps behind the run's end need larger limits in the script"
+        why = f"ended with status {status}, as its output says" if status else why
+        raise CheckpointError(f"Step {until} was not run again: COMMAND {why}.")
     rows = [(step, rank, *row) for rank, (own, *_) in enumerate(found["ranks"]) for step, *row in own]
     return {
         "first": found["first"],
@@ -202,6 +209,7 @@ def audit_window(backend: Backend, start: int | None, command: Sequence[str]) ->
             "last": last,
             "verdict": verdict,
             "losses_compared": sum(row["same"] is not None for row in losses),
+            "losses_unknown": sum(row["same"] is None for row in losses),
             "losses": [
                 {"step": row["step"], "rank": row["rank"], "again": row["losses"], "stored": row["journal"]}
                 for row in plain(wrong)
@@ -230,7 +238,7 @@ def _window(view: RunView, start: int | None) -> tuple[int, int]:
 def _audited(document: Row) -> list[RenderableType]:
     said: list[RenderableType] = [
         f"steps {document['first']} to {document['last'] - 1} of run {document['run_id']} were run again",
-        f"losses: {document['losses_compared']} compared, {len(document['losses'])} differ",
+        f"losses: {document['losses_compared']} compared, {len(document['losses'])} differ, {document['losses_unknown']} in no journal",
     ]
     for row in document["losses"][:1]:
         both = f"{losses_text(row['again'])}, in the run {losses_text(row['stored'])}"

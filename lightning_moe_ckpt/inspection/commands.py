@@ -101,7 +101,7 @@ def _show(answer: Answer, *, as_json: bool) -> int:
 def _fail(where: str, error: CheckpointError, facts: Mapping[str, str], *, as_json: bool) -> int:
     """Write in a line why the command could not do its work, and return its exit status."""
     reason = " ".join(str(error).split())
-    place = "" if where and where in reason else f" {where}"
+    place = "" if where and (where in reason or "://" in reason) else f" {where}"
     sys.stderr.write(f"moe-ckpt{place}: {reason}\n")
     if as_json:
         document = {**facts, "error": {"type": type(error).__name__, "message": reason}}
@@ -241,18 +241,22 @@ def _not_dense(status: int, commit: Commit) -> str:
     )
 
 
-@_of_run
-def replay(backend: Backend, **asked: Any) -> Answer:
-    """Run steps again in the user's training."""
-    with _interrupted_by_sigterm():
-        return rerun(backend, **asked)
+@contextlib.contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM, as of a scheduler, unwind the stack, so that partial files are removed."""
+
+    def interrupt(*_: object) -> NoReturn:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
-@_of_run
-def audit(backend: Backend, *, start: int | None, command: Sequence[str]) -> Answer:
-    """Run a window again in the user's training, and compare."""
-    with _interrupted_by_sigterm():
-        return audit_window(backend, start, command)
+replay = _of_run(_interrupted_by_sigterm()(rerun))
+audit = _of_run(_interrupted_by_sigterm()(audit_window))
 
 
 @_of_run
@@ -380,20 +384,6 @@ def _tag_of(url: str, storage_options: Mapping[str, object]) -> str:
         if history is None:
             raise NoUsableGeneration(f"{backend.url}: its log cannot be read, and names of its memory follow from it.")
         return memory_tag(history.key, backend.url)
-
-
-@contextlib.contextmanager
-def _interrupted_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM, as of a scheduler, unwind the stack, so that partial files are removed."""
-
-    def interrupt(*_: object) -> NoReturn:
-        raise SystemExit(128 + signal.SIGTERM)
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _states(found: Sequence[Check | Examined]) -> Table:

@@ -11,7 +11,7 @@ earlier one still commits, and the search begins again.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from typing import Any, cast
 
@@ -110,11 +110,13 @@ class RunOpener:
             _refuse_process_memory(self._backend.url, self._world_size)
             expect_header_fits(job.view, job.groups)
         self._changes_nothing = job.rerun is not None
-        listed = self._open_store(self._backend, resume)
+        listed = None
+        with suppress(*([NoUsableGeneration] if job.only_tag else [])):  # none there: the tag is another one, too
+            listed = self._open_store(self._backend, resume)
         if job.only_tag not in {"", self._tag}:
             raise ConfigurationError(
                 f"`moe-ckpt {'replay' if job.rerun else 'densify'}` was given another URL than the callback of this script, "
-                f"{self.store.url}. Give it that one, or change the script's by arguments behind `--`."
+                f"{self._backend.url}. Give it that one, or change the script's by arguments behind `--`."
             )
         if job.rerun is not None:
             if job.rerun.store:

@@ -60,6 +60,8 @@ class DenseCapture:
         self._job, self._name, self._worker, self._plans = job, name, worker, plans
         self._held: _Captured | None = None
         self._holds = False
+        self.losses: list[Tensor] = []
+        """Losses of the newest step, for the journal."""
 
     def hold(self, step: int, start: Journal) -> None:
         """Capture the whole state for `write`. Later hooks may add one entry to `start`: `end`."""
@@ -107,7 +109,7 @@ class DenseCapture:
             return None
 
     def _captured(self, step: int, start: Journal) -> _Captured:
-        journal = {"outcome": {"step": step, "losses": [], **self._plans.state()}, "start": start}
+        journal = {"outcome": {"step": step, "losses": self.losses, **self._plans.state()}, "start": start}
         # A stop's journal lacks later moments and the last hooks' results; a resuming run reserves room for both.
         layout = dense_layout(
             self._job.view, self._job.groups, max(3 * len(encode(journal)), self._plans.journal_nbytes)

@@ -239,6 +239,7 @@ class CheckpointSession:
             with job.stalls.measure("heap"):
                 self._heap.freeze()
         progress.steps, progress.at, progress.outcome = progress.steps + 1, step, outcome
+        self._run.dense.losses = outcome.get("losses") or []
         self._planner.stepped(step)
         hooks = None if self.replaying else self.clock.seconds
         if self.clock.own is not None:

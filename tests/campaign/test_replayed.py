@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from campaign._campaign import checkpoints, memory_of_run
 from campaign._draw import draw
@@ -50,7 +51,11 @@ def replayed(warm: WarmParents, folder: Path, setup: Setup, *steps: tuple[int, i
         assert [path.name for path in found if path.read_bytes() != (dumps / path.name).read_bytes()] == []
         assert (listed(folder), memory_of_run(checkpoints(folder))) == (before, memory)
     first, second = (sorted(dumps.glob(f"step-{step}.*")) for step in (steps[0][0], steps[0][0] + 1))
-    assert all(one.read_bytes() != other.read_bytes() for one, other in zip(first, second, strict=True))
+    kinds = zip(first, second, strict=True)  # a batch may come twice, and gradients that are no numbers
+    assert [
+        one.name for one, other in kinds if "activations" in one.name and one.read_bytes() == other.read_bytes()
+    ] == []
+    assert [each.name for each in first if not load_file(each)] == []
     return said
 
 

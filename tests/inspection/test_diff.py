@@ -117,6 +117,21 @@ def test_a_partial_generation_is_compared_as_far_as_operators_are_equally_old(
     assert found["compared"] > 2
 
 
+def test_damage_is_that_of_its_side(tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whichever of the two URLs has it; of a marker, and of a segment."""
+    other = tmp_path / "other"
+    train(Small(), DenseCheckpoint(str(other), keep=1), steps=2)
+    for kind in ("*.done", "*.safetensors"):
+        bad = tmp_path / f"bad-{len(kind)}"
+        shutil.copytree(tiny_run, bad)
+        for path in bad.rglob(kind):
+            path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+        for sides in ((bad, other), (other, bad)):
+            assert main(["diff", *map(str, sides)]) == 2
+            said = capsys.readouterr().err
+            assert (bad.as_uri() in said, other.as_uri() in said) == (True, False)
+
+
 def test_what_is_no_number_comes_first() -> None:
     """NaN against a number, another NaN, infinity; equal bits of a NaN are equal."""
     a, b = torch.zeros(4, 5), torch.zeros(4, 5)
@@ -124,7 +139,10 @@ def test_what_is_no_number_comes_first() -> None:
     b[1, 2], b[2, 3], b[3, 4] = 1.0, float("inf"), float("nan")
     (row,) = _diff.worst_first(_diff._difference("x", "y", a, b, [((0, 0), (4, 5))]))
     assert (row["differing"], row["numel"], row["largest"], row["at"], row["b"]) == (3, 20, "nan", [3, 4], "nan")
-    (row,) = _diff.worst_first(_diff._difference("x", "y", a, b, [((1, 1), (2, 3))]))
+    counts = _diff._difference("x", "y/step", a, b, [((0, 0), (4, 5))])
+    rows = [*counts, *_diff._difference("x", "y", a, b, [((1, 1), (2, 3))])]
+    assert [each["tensor"] for each in _diff.worst_first(rows)] == ["y", "y/step"]  # counts differ by more than weights
+    (row,) = _diff.worst_first(rows[1:])
     assert (row["differing"], row["numel"], row["largest"], row["at"]) == (2, 6, "inf", [2, 3])
 
 

@@ -3,29 +3,46 @@
 from __future__ import annotations
 
 import re
+from collections import UserDict
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import tiny
+import torch
+from lightning.pytorch import seed_everything
 from lightning.pytorch.loggers import CSVLogger
 from safetensors.torch import load_file
 
 from inspection._runs import Small
 from lightning_moe_ckpt.cli import main
-from lightning_moe_ckpt.errors import StorageRefused
-from lightning_moe_ckpt.fit._rerun import _silence
-from lightning_moe_ckpt.launch import RERUN
-from lightning_moe_ckpt.storage import RunStore, open_backend
+from lightning_moe_ckpt.errors import ConfigurationError, StorageRefused
+from lightning_moe_ckpt.fit._rerun import Rerun, StepDump, _expect_fits, _silence
+from lightning_moe_ckpt.launch import RERUN, RerunRequest
+from lightning_moe_ckpt.recovery import stored_losses
+from lightning_moe_ckpt.storage import RunStore, RunView, open_backend
 
 SCRIPT = """\
 import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
+from lightning.pytorch import Callback
 from inspection._runs import Small, train
 from lightning_moe_ckpt.callbacks import SparseCheckpoint
+class Keeps(Callback):
+    def setup(self, trainer, pl_module, stage):
+        Keeps.trainer = trainer
 checkpoint = SparseCheckpoint(sys.argv[1], window=2, keep=3)
 if "writes" in sys.argv:
     Path(sys.argv[1], "own").write_text("mine")
-train(Small(), checkpoint, steps=int(sys.argv[2]) if len(sys.argv) > 2 else 7)
+try:
+    train(Small(), checkpoint, Keeps(), steps=int(sys.argv[2]) if len(sys.argv) > 2 else 7)
+finally:
+    Keeps.trainer.save_checkpoint("late.ckpt")
+    Keeps.trainer.strategy.checkpoint_io.save_checkpoint({{}}, "own.ckpt")
 """
 
 
@@ -55,6 +72,67 @@ def test_steps_are_run_again_and_nothing_is_written(
     assert "hook at 5 Small 1 5\n" in said.err
     assert load_file("parts/step-5.rank-0.gradients.safetensors").keys() == dict(Small().named_parameters()).keys()
     assert listed(sparse_run) == before
+    assert list(tmp_path.glob("*.ckpt")) == []
+
+
+@dataclass(slots=True)
+class Pair:
+    """A batch as users write it."""
+
+    x: torch.Tensor
+    names: list[str]
+
+
+def test_a_batch_of_any_class_is_stored(tmp_path: Path) -> None:
+    """By the names of its fields or keys."""
+    dump = StepDump(["batch"], tmp_path, 0)
+    dump.batch_begins(Small(), UserDict({"pair": Pair(torch.ones(2), ["a"])}))
+    (path,) = dump.ends(3)
+    assert [(name, each.tolist()) for name, each in load_file(path).items()] == [("0/pair/x", [1.0, 1.0])]
+
+
+def test_a_hook_may_draw_and_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind it random numbers and modes of modules are the step's own, and the end has the same bits."""
+    monkeypatch.chdir(tmp_path)
+    lines = ["import torch", "def look(t, m, b, i):", "    m.eval()", "    print(torch.rand(3), m(b[0]))"]
+    Path("draws.py").write_text("\n".join([*lines, ""]))
+    request = RerunRequest(tag="", name="", results=str(tmp_path / "r"), step=1, until=9, hook="draws:look")
+    ends = list[dict[str, torch.Tensor]]()
+    for others in ((), (Rerun(request, "memory://"),)):
+        seed_everything(1, verbose=False)
+        module = tiny.with_dropout()
+        tiny.fit(module, tiny.rows(tiny.waves(8, 4), 2), *others, max_steps=4)
+        ends.append(module.state_dict())
+    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("lr", "abc", "found text, wanted a number"),
+        ("betas", [0.9], "found 1 numbers, wanted 2 numbers"),
+        ("amsgrad", 1, "found a number, wanted true or false"),
+        ("gradient_clip_val", "abc", "found text, wanted None or a number"),
+        ("gradient_clip_algorithm", "abc", "found text, wanted norm or value"),
+        ("rate", 1, "there is no such value. Known are amsgrad, betas"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused(name: str, value: object, wanted: str) -> None:
+    """With its name, what was found and what is wanted; one of the same kind is taken."""
+    optimizer = tiny.LEARN(Small().parameters())
+    trainer: Any = SimpleNamespace(optimizers=[optimizer])
+    with pytest.raises(ConfigurationError, match=rf"`--set {name}=.*`: {re.escape(wanted)}"):
+        _expect_fits({name: value}, trainer)
+    _expect_fits({"lr": 1, "betas": [0.8, 0.9], "foreach": True, "gradient_clip_val": None}, trainer)
+
+
+def test_the_last_step_of_a_fit_has_its_loss(sparse_run: str) -> None:
+    """Which replays of it are compared with."""
+    with closing(open_backend(sparse_run)) as backend:
+        (newest, *_) = RunView.open(backend).generations()
+        assert newest.commit is not None
+        (file,) = RunView.open(backend).read_marker(newest.commit, 0).segments
+        assert (file.step, len(stored_losses(backend, file))) == (7, 1)
 
 
 def test_bad_input_is_answered_before_anything_starts(
@@ -69,6 +147,8 @@ def test_bad_input_is_answered_before_anything_starts(
         "`--dump` needs `--out`": [*step, "--dump", "batch", *never],
         "is inside of the run's URL": [*step, "--dump", "batch", "--out", f"{url}/parts", *never],
         "`no such command` cannot be started": [*step, *never],
+        "`--hook looks`: give MODULE:FUNCTION": [*step, "--hook", "looks", *never],
+        "`--hook nowhere.looks:show`: give MODULE:FUNCTION": [*step, "--hook", "nowhere.looks:show", *never],
     }
     for sentence, arguments in cases.items():
         assert main(["replay", url, *arguments]) == 2
@@ -76,6 +156,9 @@ def test_bad_input_is_answered_before_anything_starts(
     with pytest.raises(SystemExit):
         main(["replay", url, *step, "--dump", "weights", *never])
     assert "`weights` is none of gradients, activations, batch" in capfd.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["audit", url, "--from", "-3", *never])
+    assert "'--from': -3 is not in the range" in capfd.readouterr().err
     assert main(["replay", str(tmp_path), *step, *never]) == 2
     assert "holds no run" in capfd.readouterr().err
 
@@ -90,9 +173,9 @@ def test_bad_input_is_answered_before_anything_starts(
             "`moe-ckpt replay` was given another URL than the callback of this script",
         ),
         (["--step", "5"], ["7", "writes"], "is the run's, and `moe-ckpt replay` changes nothing there"),
-        (["--step", "9"], ["7"], "ended, and its fit has not come to this step"),
-        (["--step", "5", "--hook", "none:show"], ["7"], "`--hook none:show`: No module named 'none'"),
-        (["--step", "5", "--set", "rate=1"], ["7"], "`--set rate=...`: there is no such value. Known are"),
+        (["--step", "5"], ["7", "nowhere"], "`moe-ckpt replay` was given another URL than the callback of this script"),
+        (["--step", "9"], ["7"], "COMMAND has trained up to step 6, and ended there"),
+        (["--step", "5", "--set", "lr=abc"], ["7"], "`--set lr=abc`: found text, wanted a number"),
     ],
 )
 def test_a_script_that_cannot_do_it_is_told(
@@ -104,7 +187,7 @@ def test_a_script_that_cannot_do_it_is_told(
 ) -> None:
     """And nothing is changed."""
     options, arguments, said = case
-    url = dense_run[0] if "elsewhere" in arguments else sparse_run
+    url = dense_run[0] if "elsewhere" in arguments else f"{sparse_run}-none" if "nowhere" in arguments else sparse_run
     before = listed(sparse_run)
     assert main(["replay", sparse_run, *options, "--", script, url, *arguments]) == 2
     assert said in capfd.readouterr().err
