@@ -91,6 +91,7 @@ def without_count(replay: Replay, load: Any = Replay._load_records) -> None:
             count.data.zero_()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("replacement", "seen"), [(from_the_neighbour, "param/"), (without_count, r"rank 2: optimizer/.*/step: ")]
 )

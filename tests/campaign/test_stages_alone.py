@@ -667,10 +667,8 @@ ABLATIONS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(ablation, marks=[] if ablation == "everything" else pytest.mark.soak) for ablation in ABLATIONS],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ABLATIONS)
 def test_without_putting_back_what_an_attempt_has_changed_the_end_is_another(campaigns: Campaigns, name: str) -> None:
     """Its control are the tests above."""
     module, attribute, seen = ABLATIONS[name]
