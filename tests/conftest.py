@@ -36,7 +36,7 @@ gc.disable()
 
 # How long an example takes depends on what else the machine does.
 hypothesis.settings.register_profile("shared", deadline=None)
-LEAST_EXAMPLES = 20
+LEAST_EXAMPLES = 10
 """Of a property, in an ordinary run."""
 # For `make sanitize`: instrumented code is five to fifteen times slower, and sees in few examples what others see in many.
 hypothesis.settings.register_profile("sanitized", deadline=None, max_examples=15)
@@ -94,14 +94,14 @@ def _has_several_processes(item: pytest.Item) -> bool:
 
 
 def _draw_fewer(items: list[pytest.Item]) -> None:
-    """Draw a third of the examples that a property asks for, others in every run; `make soak` draws all."""
+    """Draw a sixth of the examples that a property asks for, others in every run; `make soak` draws all."""
     for item in items:
         owner, name = getattr(item, "obj", None), "_hypothesis_internal_use_settings"
         if not hasattr(owner, name):  # a state machine has them for all to see
             owner, name = getattr(item, "cls", None), "settings"
         asked = getattr(owner, name, None)
         if item.get_closest_marker("hypothesis") and isinstance(asked, hypothesis.settings) and not asked.derandomize:
-            number = max(min(asked.max_examples, LEAST_EXAMPLES), asked.max_examples // 3)
+            number = max(min(asked.max_examples, LEAST_EXAMPLES), asked.max_examples // 6)
             setattr(owner, name, hypothesis.settings(asked, max_examples=number))
 
 

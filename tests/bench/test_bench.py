@@ -1,4 +1,7 @@
-"""`moe-ckpt bench` measures what it says, tiny; and the command line does what command lines do."""
+"""`moe-ckpt bench` measures what it says, tiny; and the command line does what command lines do.
+
+An ordinary run measures what checkpoints add and what compiled code takes; a soak runs every benchmark.
+"""
 
 from __future__ import annotations
 
@@ -219,6 +222,7 @@ def test_what_checkpoints_add_is_relative_to_training_without(overhead: dict[str
         assert figure.metered == {}
 
 
+@pytest.mark.soak
 def test_a_strategy_is_measured_beside_ddp() -> None:
     """Both reductions and a second DDP have a ratio from each round; parts are those of the reducer."""
     figures = [StrategyFigure(**row) for row in _document("strategy-breakdown")["strategy-breakdown"]]
@@ -277,6 +281,7 @@ def test_overhead_table_names_every_cause_of_waits(overhead: dict[str, OverheadF
     assert any(line.startswith("sparse4, with storage: ") for line in breakdown.judged(list(overhead.values())))
 
 
+@pytest.mark.soak
 def test_a_breakdown_adds_up(tmp_path: Path) -> None:
     """Hooks of policies and peers, and threads beside; what is in hooks is what the report says."""
     variants = ["dense1", "selective1", "lightning4", "dcp4", "torch.save4"]
@@ -331,6 +336,7 @@ def test_several_ranks_are_measured_together() -> None:
     assert [figure["generations_complete"] for figure in figures] == [0, 2, 2, 0, 0]
 
 
+@pytest.mark.soak
 def test_costs_are_fitted_over_the_number_of_experts() -> None:
     """Each number has its times, a restart from memory among them; below the table a line per goal."""
     figures = [ScaleFigure(**row) for row in _document("scale")["scale"]]
@@ -383,6 +389,7 @@ def test_cases_take_turns() -> None:
     assert Counter(case for _, case in turns[:: len(CASES)]) == dict.fromkeys(CASES, 2)
 
 
+@pytest.mark.soak
 def test_every_failure_is_recovered_from() -> None:
     """Each resumed at a step that was stored, took the lost steps again, and then one that was new."""
     *rows, host = _document("recovery")["recovery"]
@@ -480,6 +487,7 @@ def test_copies_of_pipeline_stages_wait_for_bubbles_where_it_pays() -> None:
     assert all(figure.then_seconds > 7 * 0.009 and figure.bubble_seconds > 3 * 0.003 for figure in figures)
 
 
+@pytest.mark.soak
 def test_persisting_is_compared_with_bare_writes() -> None:
     """Every goal has a row; object storage is left out without a bucket, and says so."""
     figures = [PersistFigure(**row) for row in _document("persist")["persist"]]
@@ -491,6 +499,7 @@ def test_persisting_is_compared_with_bare_writes() -> None:
     assert stored.outcome == cpu.outcome == "not run: name a bucket with --object-url"
 
 
+@pytest.mark.soak
 def test_tables_are_printed_without_json() -> None:
     """The machine, then one table per benchmark; a pipe gets whole lines."""
     status, out, err = _run(["benchmarks", "native", *TINY["native"]])
@@ -551,6 +560,7 @@ def test_native_figures_stand_beside_those_of_torch() -> None:
     assert "slices/s" in _shown(native.table(figures))
 
 
+@pytest.mark.soak
 def test_goals_of_compiled_parts_are_judged_where_they_can_be() -> None:
     """Those of the host have values; those of a GPU have them too, or say why not."""
     figures = [native.NativeFigure(**row) for row in _document("native-goals")["native-goals"]]

@@ -32,6 +32,7 @@ def _quiet(what: str, done: int, total: int) -> None:
     """No progress is shown."""
 
 
+@pytest.mark.soak
 def test_runs_are_killed_resumed_and_written_down(tmp_path: Path) -> None:
     """Exact checkpoints end in equal bits; partial ones lose tokens; document and picture say so."""
     argv = ["quality", "--json", "--quality-quick", "--quality-seeds", "1", "--quality-out", str(tmp_path)]

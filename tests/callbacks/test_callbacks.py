@@ -8,7 +8,7 @@ import logging
 import re
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -518,8 +518,16 @@ def test_a_step_that_fetches_by_itself_is_refused_at_start(tmp_path: Path) -> No
         trainer.fit(Fetches())
 
 
-@pytest.mark.parametrize("how", ["in both", "in the module", "leaves", "with its optimizer"])
-@pytest.mark.parametrize("policy", [DenseCheckpoint, DifferentialCheckpoint, SparseCheckpoint])
+POLICIES = (DenseCheckpoint, DifferentialCheckpoint, SparseCheckpoint)
+
+
+def in_turns(ways: Sequence[str]) -> list[Any]:
+    """Each way under each policy; of these an ordinary run has each way once, and each policy: what happens is no matter of policies."""
+    rows = itertools.product(enumerate(POLICIES), enumerate(ways))
+    return [pytest.param(policy, way, marks=[pytest.mark.soak] * (j % 3 != i)) for (i, policy), (j, way) in rows]
+
+
+@pytest.mark.parametrize(("policy", "how"), in_turns(["in both", "in the module", "leaves", "with its optimizer"]))
 def test_training_goes_on_without_checkpoints_when_a_parameter_is_replaced(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, policy: Any, how: str
 ) -> None:
@@ -551,8 +559,9 @@ def test_training_goes_on_without_checkpoints_when_a_parameter_is_replaced(
     assert again.report.resumed_from < 8
 
 
-@pytest.mark.parametrize("begins", ["on_train_start", "on_before_zero_grad", "on_train_epoch_start"])
-@pytest.mark.parametrize("policy", [DenseCheckpoint, DifferentialCheckpoint, SparseCheckpoint])
+@pytest.mark.parametrize(
+    ("policy", "begins"), in_turns(["on_train_start", "on_before_zero_grad", "on_train_epoch_start"])
+)
 def test_a_buffer_registered_in_training_is_named_and_leaves_restarts_as_they_are(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, policy: Any, begins: str
 ) -> None:

@@ -193,7 +193,7 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"lr": 2e-2, "T_max": 20, "weight_decay": 0.0}, "mine"),
     ({"frequency": 2}, "mine"),
 ]
-QUICK = [(1, SPARSE), (3, SPARSE), (3, DENSE), (5, SPARSE), (8, SPARSE), (8, DENSE)]
+QUICK = [(1, SPARSE), (3, DENSE), (5, SPARSE), (8, SPARSE)]
 
 
 def _changes() -> Iterator[Any]:
@@ -231,7 +231,7 @@ def test_the_state_resumed_from_is_the_stored_runs_and_then_comes_what_is_used(
 
 def _sizes() -> Iterator[Any]:
     for row in itertools.product((SPARSE, DENSE), (2, 5, 9), (False, True), (0, 2)):
-        quick = [(SPARSE, 5, False, 0), (SPARSE, 9, True, 2), (DENSE, 9, True, 0)]
+        quick = [(SPARSE, 9, True, 2), (DENSE, 5, False, 0)]  # every value of each
         yield pytest.param(*row, marks=[] if row in quick else [pytest.mark.soak])
 
 

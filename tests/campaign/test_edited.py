@@ -82,6 +82,7 @@ SEAMS = {
 }
 
 
+@pytest.mark.soak
 def test_without_settling_the_start_of_an_epoch_is_counted_twice(campaigns: Campaigns) -> None:
     """Buffers are recorded after `on_train_epoch_start`, and a run that resumes between two epochs calls it again."""
     setup = replace(COUNTING, checkpointing=Checkpointing(policy="dense", every_n_steps=5))
@@ -89,6 +90,7 @@ def test_without_settling_the_start_of_an_epoch_is_counted_twice(campaigns: Camp
         campaigns.check(setup, Kill(phase="forward", step=5, settle=10.0), seams=[SEAMS["unsettled"]])
 
 
+@pytest.mark.soak
 def test_with_buffers_loaded_before_validation_it_is_counted_twice(campaigns: Campaigns) -> None:
     """Weights are loaded before validation, buffers after it: they were recorded with what it had changed."""
     setup = replace(COUNTING, validate_every=1)
@@ -135,6 +137,7 @@ def _no_averages(averages: Any, fqn: str) -> dict[str, Any]:
     return {}
 
 
+@pytest.mark.soak
 def test_without_capturing_averages_the_run_is_not_exact(campaigns: Campaigns) -> None:
     """The tests above can fail."""
     seams = [

@@ -204,6 +204,7 @@ def test_a_torn_file_that_lightning_would_load_does_not_stop_the_run(campaigns: 
     assert "last.ckpt is not loaded" in lives[0][1].log()
 
 
+@pytest.mark.soak
 def test_without_the_list_of_files_names_are_avoided(campaigns: Campaigns) -> None:
     """Of files that the killed run left."""
     seam = Seam(module="lightning_moe_ckpt.fit._files", attribute="CheckpointFiles._exists", replacement=_as_it_was)
@@ -287,6 +288,7 @@ def _as_decided_here(state: BoundaryState, moment: Moment, *args: Any) -> None:
         _restore(state, moment, *args)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("batches", IN_AND_AFTER_REPLAY)
 def test_without_the_journal_validation_in_replay_would_decide(campaigns: Campaigns, batches: int) -> None:
     """The ablation."""

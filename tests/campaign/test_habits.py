@@ -86,7 +86,9 @@ def test_a_run_that_begins_from_a_file_in_mid_epoch_sees_the_same_batches_again(
     campaigns.check(setup, Kill(phase="forward", step=3), *killed(4, 8))
 
 
-@pytest.mark.parametrize("checkpointing", [SPARSE, DENSE], ids=["sparse", "dense"])
+@pytest.mark.parametrize(
+    "checkpointing", [SPARSE, pytest.param(DENSE, marks=pytest.mark.soak)], ids=["sparse", "dense"]
+)
 def test_a_run_that_begins_from_a_file_goes_on_from_its_own_checkpoints(
     campaigns: Campaigns, checkpointing: Checkpointing
 ) -> None:

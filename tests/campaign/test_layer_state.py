@@ -61,6 +61,7 @@ def _keep(*args: object) -> None:
     """Leaves everything as it is."""
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("kind", ["capacity", pytest.param("tutel", marks=pytest.mark.tutel)])
 def test_without_the_hooks_the_end_is_another(campaigns: Campaigns, kind: Kind) -> None:
     """Neither is in a `state_dict`, nor a plain attribute: without what the journal has of it, a resumed run goes another way."""

@@ -103,6 +103,7 @@ def _as_new(*args: Any) -> None:
     """Restores nothing."""
 
 
+@pytest.mark.soak
 def test_without_the_mechanism_rows_appear_twice(campaigns: Campaigns) -> None:
     """In a second folder."""
     seam = Seam(module="lightning_moe_ckpt.fit.loggers._once", attribute="LogFolders.restore", replacement=_as_new)

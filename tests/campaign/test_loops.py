@@ -112,6 +112,7 @@ ABLATIONS = {
 }
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", ABLATIONS)
 def test_without_the_mechanism_the_run_is_not_the_same(campaigns: Campaigns, name: str) -> None:
     """The tests above can fail: with other differences, or where the restart finds other data and ends."""

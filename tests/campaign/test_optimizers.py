@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -10,7 +11,7 @@ import torch
 
 from campaign._campaign import Campaigns
 from campaign._draw import draw, others_of
-from campaign._optimizers import BLOCKS, ELEMENT, MATRIX, OTHERS, PARAMETER
+from campaign._optimizers import BLOCKS, ELEMENT, MATRIX, OTHERS, PARAMETER, TABLELESS
 from campaign._training import Checkpointing, Module, Setup
 from campaign.test_configurations import failure
 from lightning_moe_ckpt.testing._attempts import Attempt
@@ -20,15 +21,39 @@ DENSE = Setup(scheduler="none", checkpointing=Checkpointing(policy="dense"))
 KILLS = [Kill(phase="batch_end", step=4), Kill(phase="forward", step=7)]
 
 
-@pytest.mark.parametrize("optimizer", OTHERS)
+KINDS = (ELEMENT, MATRIX, PARAMETER)
+FIRST = {next(iter(kind)) for kind in KINDS}
+"""An optimizer for each kind of coupling that leaves parts."""
+
+
+ALIKE = {*TABLELESS, "adagrad_fused"} - {"rmsprop_foreach", "asgd"}
+"""Classes of torch that update elements alone, as `operators/test_optimizer_probe.py` finds of each; two others stand for them."""
+
+
+def once(optimizers: Iterable[str]) -> list[Any]:
+    """All of them, of which an ordinary run has one of each kind, and those whose state is one part."""
+    parts = {name for kind in KINDS for name in kind} - FIRST
+    return [pytest.param(name, marks=[pytest.mark.soak] * (name in parts)) for name in optimizers]
+
+
+@pytest.mark.parametrize("optimizer", once(OTHERS))
 def test_everything_at_once_is_exact_for_any_coupling(campaigns: Campaigns, optimizer: str) -> None:
-    """Tensors of any shape, numbers and `None`, in the optimizer's own order."""
+    """Tensors of any shape, numbers and `None`, in the optimizer's own order. The test below has the other optimizers, in parts."""
     clip = None if optimizer == "lbfgs" else DENSE.clip
     campaigns.check(replace(DENSE, optimizer=optimizer, clip=clip), *KILLS)
 
 
-@pytest.mark.parametrize("optimizer", [*ELEMENT, *MATRIX, *PARAMETER])
-@pytest.mark.parametrize("model", ["lists", "stacked"])
+@pytest.mark.parametrize(
+    ("model", "optimizer"),
+    [
+        *(pytest.param("stacked", each, marks=[pytest.mark.soak] * (each in ALIKE)) for kind in KINDS for each in kind),
+        *(
+            pytest.param("lists", each, marks=[pytest.mark.soak] * (each not in FIRST))
+            for kind in KINDS
+            for each in kind
+        ),
+    ],
+)
 def test_parts_are_exact_if_what_is_updated_together_is_restored_together(
     campaigns: Campaigns, optimizer: str, model: Literal["lists", "stacked"]
 ) -> None:
@@ -126,8 +151,17 @@ class Trained(Setup):
         return self.module(self, life)
 
 
-@pytest.mark.parametrize("policy", ["partial", "selective"])
-@pytest.mark.parametrize(("optimizer", "model"), [("nadam", "stacked"), ("muon", "lists"), ("adafactor", "lists")])
+@pytest.mark.parametrize(
+    ("optimizer", "model", "policy"),
+    [
+        ("nadam", "stacked", "partial"),
+        ("muon", "lists", "selective"),
+        ("adafactor", "lists", "partial"),
+        pytest.param("nadam", "stacked", "selective", marks=pytest.mark.soak),
+        pytest.param("muon", "lists", "partial", marks=pytest.mark.soak),
+        pytest.param("adafactor", "lists", "selective", marks=pytest.mark.soak),
+    ],
+)
 def test_experts_of_different_steps_go_on(
     campaigns: Campaigns,
     policy: Literal["partial", "selective"],

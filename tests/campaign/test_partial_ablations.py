@@ -100,7 +100,9 @@ ABLATIONS = {
 }
 
 
-@pytest.mark.parametrize("name", ABLATIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.soak] * (i > 0)) for i, name in enumerate(ABLATIONS)]
+)
 def test_what_is_broken_is_seen(campaigns: Campaigns, folder: Path, name: str) -> None:
     """The run goes on to its end, and the check of the campaign raises."""
     ablation = ABLATIONS[name]

@@ -74,7 +74,11 @@ def test_differences_of_stages_lead_back_to_the_same_bits(
 
 @pytest.mark.parametrize(
     ("stages", "ep_size", "policy"),
-    [(2, 1, "partial"), (2, 2, "selective"), pytest.param(3, 1, "partial", marks=pytest.mark.soak)],
+    [
+        (2, 1, "partial"),
+        pytest.param(2, 2, "selective", marks=pytest.mark.soak),  # `test_selective.py` has it without stages
+        pytest.param(3, 1, "partial", marks=pytest.mark.soak),
+    ],
 )
 def test_experts_of_every_stage_are_as_old_as_promised(
     campaigns: Campaigns, folder: Path, stages: int, ep_size: int, policy: str

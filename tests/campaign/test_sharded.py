@@ -57,10 +57,20 @@ LATE = Kill(phase="after_batch_end", step=6, settle=10.0)
         pytest.param(EMPTY, Kill(phase="forward", step=6, rank=1, settle=10.0), id="fsdp2"),
         pytest.param(BOTH, replace(LATE, rank=3), id="fsdp2+tp"),
         pytest.param(SPREAD_SPARSE, replace(LATE, rank=1), id="hf+ep"),
-        pytest.param(SPREAD_DENSE, Kill(phase="forward", step=6, rank=2, settle=10.0), id="hf+ep dense"),
+        pytest.param(
+            SPREAD_DENSE,
+            Kill(phase="forward", step=6, rank=2, settle=10.0),
+            id="hf+ep dense",
+            marks=pytest.mark.soak,  # an example of three ranks with experts of Hugging Face is killed in `test_examples.py`
+        ),
         pytest.param(REPLICAS, Kill(phase="validation", step=7, rank=2), id="hsdp"),
         pytest.param(EDITED, LATE, id="edited without a trace"),
-        pytest.param(ZERO, Kill(phase="forward", step=6, rank=1, settle=10.0), id="moe+zero1"),
+        pytest.param(
+            ZERO,
+            Kill(phase="forward", step=6, rank=1, settle=10.0),
+            id="moe+zero1",
+            marks=pytest.mark.soak,  # `test_expert_parallel.py` kills sharded optimizers
+        ),
     ],
 )
 def test_killed_once_the_job_ends_the_same(campaigns: Campaigns, setup: Sharded, kill: Kill) -> None:
@@ -91,6 +101,7 @@ def without_count(replay: Replay, load: Any = Replay._load_records) -> None:
             count.data.zero_()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("replacement", "seen"), [(from_the_neighbour, "param/"), (without_count, r"rank 2: optimizer/.*/step: ")]
 )

@@ -280,10 +280,18 @@ FOUR_RANKS = {
 
 
 def rows() -> list[Any]:
-    """Every place once beside one of another stage, spread over ranks and topologies, which have habits of their own."""
+    """Every place once beside one of another stage, spread over ranks and topologies, which have habits of their own.
+
+    An ordinary run has every other place of those that two ranks have; a soak has each, and below each in every topology.
+    """
     rest = [place for place in ALL_PLACES if all(place not in part for part in FOUR_RANKS.values())]
-    editing, deaths = Editing(world_size=2, batches=56), chain(rest, ranks_of(len(rest), (1, 0)))
-    found = [pytest.param(editing, deaths, id="2x1x1, edits")]
+    found = []
+    for places, name, marks in ((rest[::2], "some", []), (rest, "all", [pytest.mark.soak])):
+        editing, deaths = (
+            Editing(world_size=2, batches=5 + 3 * len(places)),
+            chain(places, ranks_of(len(places), (1, 0))),
+        )
+        found.append(pytest.param(editing, deaths, id=f"2x1x1, edits, {name}", marks=marks))
     for row, places in FOUR_RANKS.items():
         name, _, option = row.partition(", ")
         setup, more = replace(TOPOLOGIES[name], lists=200), ((option, True),) if option else ()
@@ -485,13 +493,23 @@ class Clamping(Counted):
     ("setup", "why", "warns"),
     [
         (replace(TWO, strategy_options=(("localized_recovery", False),)), [], None),
-        (Editing(world_size=2, strategy_options=(("localized_recovery", None),)), [OFF], None),
+        pytest.param(
+            Editing(world_size=2, strategy_options=(("localized_recovery", None),)),
+            [OFF],
+            None,
+            marks=pytest.mark.soak,  # `strategy/test_alone.py` has the reasons
+        ),
         (
             replace(TWO, strategy_options=(("upstream_log_nbytes", "1KiB"),)),
             [OFF],
             "more than `MoEStrategy(upstream_log_nbytes=1024)`",
         ),
-        (replace(TWO, lists=1001), [OFF], "the module has a container of more than 1000 objects"),
+        pytest.param(
+            replace(TWO, lists=1001),
+            [OFF],
+            "the module has a container of more than 1000 objects",
+            marks=pytest.mark.soak,
+        ),
         (
             replace(TWO, options=(("max_norm", 0.5),)),
             [OFF],
@@ -667,10 +685,8 @@ ABLATIONS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(ablation, marks=[] if ablation == "everything" else pytest.mark.soak) for ablation in ABLATIONS],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ABLATIONS)
 def test_without_putting_back_what_an_attempt_has_changed_the_end_is_another(campaigns: Campaigns, name: str) -> None:
     """Its control are the tests above."""
     module, attribute, seen = ABLATIONS[name]

@@ -121,6 +121,7 @@ def test_sigterm_in_the_sanity_check_leaves_before_the_first_step(campaigns: Cam
     assert lives[0].steps() == []
 
 
+@pytest.mark.soak
 def test_a_stop_in_mid_epoch_taken_for_the_end_of_one_is_noticed(campaigns: Campaigns) -> None:
     """The comparison fails if the start half of the boundary is another one."""
     end_of_epoch = Seam(

@@ -64,7 +64,7 @@ def flushing(running: Job) -> list[int]:
 )
 def test_a_job_that_is_given_up_is_continued_elsewhere(tmp_path: Path, memory: Path, ranks: int, layout: str) -> None:
     """Storage is full from step 5 on, all ranks are killed at step 11; a node without memory goes on with the same bits."""
-    assert job(tmp_path / "whole", ranks, layout, "whole").end().code == 0
+    assert job(tmp_path / "whole", ranks, layout).end().code == 0
     ended = job(tmp_path / "job", ranks, layout, "full", "die").end()
     assert ended.code == 1
     assert flushed(ended) >= 8, ended.output
@@ -114,7 +114,7 @@ def test_each_node_of_a_job_flushes_its_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: Path, replicas: str
 ) -> None:
     """Two supervisors on two nodes, each with a rank: together they store what a job on one other node goes on from."""
-    assert job(tmp_path / "whole", 2, "", "whole").end().code == 0
+    assert job(tmp_path / "whole", 2, "").end().code == 0
     (tmp_path / "job").mkdir()
     (tmp_path / "job1").symlink_to(tmp_path / "job")
     meeting = [

@@ -293,8 +293,9 @@ def test_ranks_that_cannot_join_again_are_started_anew_at_once(tmp_path: Path) -
     assert re.fullmatch(r"(was stopped for \d+ s, and ended|left with status 1); all ranks are started anew", stopped)
 
 
+@pytest.mark.soak
 def test_a_bug_of_ranks_that_cannot_join_again_ends_the_job(tmp_path: Path) -> None:
-    """They are started anew twice: it may have been the machine. Then no step has been passed."""
+    """Tests of the verdict and of each of both say the same. They are started anew twice: it may have been the machine. Then no step has been passed."""
     ended = Job(tmp_path / "job", 2, 60, "whole", "bug:30").end()
     assert ended.code == 1
     assert [len(ended.pids(rank)) for rank in range(2)] == [3, 3]

@@ -25,33 +25,39 @@ from lightning_moe_ckpt.storage import GenerationId
 MANY = 10_000
 CPU_SECONDS = 60.0
 """Generous: an agreement takes five here, and one that grows with the square hundreds."""
+sizes = pytest.mark.parametrize("size", [1_000, pytest.param(MANY, marks=pytest.mark.soak)])
+"""Ranks of an ordinary run, in which the next test says how things grow, and of a soak."""
 
 
-def test_ten_thousand_ranks_agree_within_a_second() -> None:
+@sizes
+def test_ten_thousand_ranks_agree_within_a_second(size: int) -> None:
     """A node has lost its memory: its ranks get their markers from the next. Few messages, few peers, few bytes."""
     began = time.process_time()
-    network, markers = agreement(MANY)
+    network, markers = agreement(size)
     assert time.process_time() - began < CPU_SECONDS
-    assert markers == [marker_of(NEW, rank, MANY) for rank in range(4 * PER_NODE)]
+    assert markers == [marker_of(NEW, rank, size) for rank in range(4 * PER_NODE)]
     assert max(network.clocks) < 1.0
-    assert max(map(len, network.peers)) <= 14 + 2  # and for a marker on another node
-    assert sum(map(len, network.peers)) < 2.1 * MANY
-    assert max(network.messages) <= 14 * 16
-    assert sum(network.messages) < 2.1 * 11 * MANY
+    depth = size.bit_length()
+    assert max(map(len, network.peers)) <= depth + 2  # and for a marker on another node
+    assert sum(map(len, network.peers)) < 2.1 * size
+    assert max(network.messages) <= depth * 16
+    assert sum(network.messages) < 2.1 * 11 * size
     assert max(network.nbytes) < 2**24
 
 
-def test_what_agreement_takes_grows_with_the_logarithm_of_ranks() -> None:
+@pytest.mark.parametrize(("few", "many"), [(128, 2048), pytest.param(256, 4096, marks=pytest.mark.soak)])
+def test_what_agreement_takes_grows_with_the_logarithm_of_ranks(few: int, many: int) -> None:
     """Sixteen times as many ranks: not twice the time, messages and peers of a rank; its bytes grow with the commit's digests."""
-    small, large = agreement(256)[0], agreement(4096)[0]
+    small, large = agreement(few)[0], agreement(many)[0]
     assert max(large.messages) <= 2 * max(small.messages)
     assert max(map(len, large.peers)) <= 2 * max(map(len, small.peers))
     assert max(large.nbytes) <= 1.5 * 16 * max(small.nbytes)
 
 
-def test_ten_thousand_ranks_choose_the_versions_of_experts() -> None:
-    """3,840 experts, each cut among 1,250 ranks, of which every second has a newer version."""
-    world = World(MANY, choose)
+@sizes
+def test_ten_thousand_ranks_choose_the_versions_of_experts(size: int) -> None:
+    """3,840 experts, each cut among an eighth of the ranks, of which every second has a newer version."""
+    world = World(size, choose)
     found = world.run()
     assert max(world.network.clocks) < 1.0
     assert len(found[0]) == EXPERTS * PER_NODE
@@ -118,7 +124,7 @@ def drawn_stocks(draw: random.Random, size: int) -> list[Stock]:
     return [held[f"n{rank // 3}"] for rank in range(size)]
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", [*range(15), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(15, 60))])
 def test_each_rank_is_told_what_comparing_all_offers_gives(seed: int) -> None:
     """Random offers of up to forty ranks."""
     draw = random.Random(seed)
@@ -139,7 +145,7 @@ def test_each_rank_is_told_what_comparing_all_offers_gives(seed: int) -> None:
                 assert each.files(version, owner) == known.files(version, owner)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(6, 20))])
 def test_experts_are_chosen_as_by_comparing_all_offers(seed: int) -> None:
     """Random parts of random versions, of ranks with different experts."""
     draw = random.Random(seed)

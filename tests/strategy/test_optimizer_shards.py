@@ -44,8 +44,13 @@ def scaled() -> Any:
     return [MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**30))]
 
 
+SHORT = ("foreach", "sgd", "adadelta")
+"""One optimizer with lists of tensors, one with few states, one whose groups have no rate; `fused` and the others follow these."""
+FURTHER: dict[str, Training] = {
+    name: Training(optimizer=name, steps=3) for name in OPTIMIZERS if name not in {"adamw", *SHORT}
+}
 TRAININGS: dict[str, Training] = {
-    **{name: Training(optimizer=name, steps=3) for name in OPTIMIZERS if name != "adamw"},
+    **{name: Training(optimizer=name, steps=3) for name in SHORT},
     "clipped": Training(options={**CLIPPED, "accumulate_grad_batches": 2}),
     "clipped by value": Training(
         optimizer="sgd", options={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
@@ -85,7 +90,11 @@ def both(trainings: dict[str, Training], world_size: int, _: int) -> dict[str, t
     return found
 
 
-@pytest.mark.parametrize(("world_size", "trainings"), [(3, TRAININGS), (4, SHARED_EXPERTS)], ids=["3", "4"])
+@pytest.mark.parametrize(
+    ("world_size", "trainings"),
+    [(3, TRAININGS), (4, SHARED_EXPERTS), pytest.param(3, FURTHER, marks=pytest.mark.soak)],
+    ids=["3", "4", "further"],
+)
 def test_bits_are_those_of_whole_optimizers(world_size: int, trainings: dict[str, Training]) -> None:
     """Parameters, buffers, losses and norms on every rank, under every setting; and no rank has all of the state."""
     ranks = run_world(world_size, partial(both, trainings, world_size), process_group=False, timeout=2 * LIMIT)
@@ -148,7 +157,7 @@ def test_a_pipeline_of_sharded_stages_has_the_bits_of_whole_ones() -> None:
 # -- checkpoints of Lightning
 
 
-@pytest.mark.parametrize(("world_size", "ep_size"), [(3, 1), (4, 2)])
+@pytest.mark.parametrize(("world_size", "ep_size"), [pytest.param(3, 1, marks=pytest.mark.soak), (4, 2)])
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 def test_a_checkpoint_is_that_of_whole_optimizers(tmp_path: Path, world_size: int, ep_size: int) -> None:
     """The same bits in the file; it goes on in both ways from both, and on one rank."""

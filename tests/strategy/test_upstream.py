@@ -97,9 +97,9 @@ def scaled() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("world_size", "stages", "strategy", "more"),
     [
-        (2, 2, {"schedule": "gpipe"}, dict),
+        pytest.param(2, 2, {"schedule": "gpipe"}, dict, marks=pytest.mark.soak),
         (3, 3, {"schedule": "1f1b"}, dict),
-        (4, 2, {"expert_parallel": 2}, dict),
+        (4, 2, {"expert_parallel": 2, "schedule": "gpipe"}, dict),
         pytest.param(2, 2, {"schedule": "1f1b"}, scaled, marks=pytest.mark.soak),
     ],
     ids=["gpipe", "1f1b", "experts", "scaled"],
