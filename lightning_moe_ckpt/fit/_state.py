@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks.spike import SpikeDetection
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 from torch.optim import Optimizer
@@ -88,7 +89,8 @@ class Extras:
         place = {"epoch": module.current_epoch, "global_step": module.global_step}
         checkpoint: dict[str, Any] = {"state_dict": {}, **place}
         try:
-            module.on_save_checkpoint(checkpoint)
+            with isolate_rng(include_cuda=False):  # its draws are none of training
+                module.on_save_checkpoint(checkpoint)
         except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
             self._refuse(name, f"it raised {error!r}; it is called without the model's state")
             return {}
@@ -99,7 +101,8 @@ class Extras:
         datamodule = datamodule_of(self._trainer)
         if datamodule is None or not is_overridden("state_dict", datamodule):
             return {}
-        name, state = f"`{type(datamodule).__qualname__}.state_dict`", datamodule.state_dict()
+        with isolate_rng(include_cuda=False):
+            name, state = f"`{type(datamodule).__qualname__}.state_dict`", datamodule.state_dict()
         return copied(state) if name not in self._refused and self._storable(name, state) else {}
 
     def _storable(self, name: str, state: object) -> bool:

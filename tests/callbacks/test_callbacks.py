@@ -117,6 +117,25 @@ def test_a_report_before_the_fit_is_an_error(tmp_path: Path) -> None:
         _ = DenseCheckpoint(str(tmp_path)).report
 
 
+def test_what_a_module_draws_as_it_is_saved_moves_no_draw_of_training(tmp_path: Path) -> None:
+    """The training has the bits of one with fewer checkpoints."""
+
+    class Draws(Linear):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["drawn"] = torch.rand(1).item()
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            pass
+
+    ends = []
+    for every in (1, 4):
+        seed_everything(1, verbose=False)
+        module = Draws()
+        fit(DenseCheckpoint(str(tmp_path / str(every)), every_n_steps=every), module=module)
+        ends.append(torch.cat([each.flatten() for each in module.parameters()]))
+    assert torch.equal(*ends)
+
+
 class StopsInSetup(Linear):
     """A module whose fit ends before it begins."""
 
