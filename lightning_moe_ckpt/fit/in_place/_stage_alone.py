@@ -12,7 +12,8 @@ all ranks take the step together. Until then no rank takes snapshots, and a repe
 Failed stages next to each other are one segment: a small pipeline, fed at its two ends, with commits of its own.
 
 Another failure meanwhile is handled alike: a segment with only living ranks is in an attempt at one of its steps, or at
-a commit, and goes on from there. A segment begins again if one of its ranks is new or elsewhere, or if a stage next to
+a commit, and goes on from there. Between two steps its collectives outlast the failure (`outlasts`), since some of its
+ranks may have ended one that others are still in: all come to the next attempt. A segment begins again if one of its ranks is new or elsewhere, or if a stage next to
 it has failed, because the records that it would need from there are gone. Both stages are one segment then.
 
 Any other case (no stage is left, a record is missing, a bit differs) is answered with recovery in place by all ranks.
@@ -412,7 +413,16 @@ class StageAlone:
                 raise _Again from None
             self._strategy.reducer.agreed |= self._flags
             log.info("step %d is taken: all ranks had come to its commit", self._here.taken)
-        self._here = self._here._replace(taken=self._here.taken + 1)
+        self._here = self._here._replace(taken=self._here.taken + 1, place=StepPosition.ELSEWHERE)
+
+    def outlasts(self, rank: int) -> bool:
+        """Return whether this stage repeats steps, is between two of them, and does not begin again because `rank` has failed.
+
+        Its ranks then ask each other alone, to the begin of the next step, which all of them leave as a whole.
+        """
+        here, stage = self._here, rank // self._strategy.groups.stage_size
+        between = self._log.apart and not self._log.silent and here.place == StepPosition.ELSEWHERE
+        return between and stage not in range(here.first - 1, here.stop + 1)
 
     def between(self, ask: Callable[[], T]) -> T | None:
         """Return the result of `ask`, with collectives between two steps; `None` after a failure, which is put off to the next step."""
