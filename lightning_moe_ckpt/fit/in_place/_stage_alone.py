@@ -13,8 +13,9 @@ Failed stages next to each other are one segment: a small pipeline, fed at its t
 
 Another failure meanwhile is handled alike: a segment with only living ranks is in an attempt at one of its steps, or at
 a commit, and goes on from there. Between two steps its collectives outlast the failure (`outlasts`), since some of its
-ranks may have ended one that others are still in: all come to the next attempt. A segment begins again if one of its ranks is new or elsewhere, or if a stage next to
-it has failed, because the records that it would need from there are gone. Both stages are one segment then.
+ranks may have ended one that others are still in: all come to the next attempt. A segment begins again if one of its
+ranks is new or elsewhere, or if a stage next to it has failed, because the records that it would need from there are
+gone. Both stages are one segment then.
 
 Any other case (no stage is left, a record is missing, a bit differs) is answered with recovery in place by all ranks.
 
