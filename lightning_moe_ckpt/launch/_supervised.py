@@ -179,8 +179,7 @@ class Supervised:
     def watch(self, abort: Callable[[], None], outlasts: Callable[[int], bool] = lambda _: False) -> None:
         """Call `abort` on a thread of its own when this process's incarnation fails, at once if the incarnation has failed.
 
-        If `outlasts` of the failed rank is true, `abort` waits until `confirm` tells of the failure, for a second at most. A later call
-        of `watch` or `rejoin` forgets both.
+        If `outlasts` of the failed rank, `abort` waits until `confirm` tells of it, for a second at most. `watch` and `rejoin` forget both.
         """
         with self._changed:
             self._abort, self._outlasts = abort, outlasts
@@ -267,14 +266,13 @@ class Supervised:
                 self._failures[failure.incarnation] = failure
                 self._newest, self.noticed = max(self._newest, failure.incarnation + 1), message["at"]
                 if self._abort is not None and self._outlasts(failure.rank):
-                    waits = threading.Timer(_OUTLAST_SECONDS, self._abort_late, [self._abort])
-                    waits.daemon = True
-                    waits.start()
+                    threading.Thread(target=self._abort_late, args=(self._abort,), daemon=True).start()
                 else:
                     self._call_abort()
             self._changed.notify_all()
 
     def _abort_late(self, abort: Callable[[], None]) -> None:
+        time.sleep(_OUTLAST_SECONDS)
         with self._changed:
             if self._abort == abort:
                 self._call_abort()

@@ -34,21 +34,23 @@ from lightning_moe_ckpt.journal import HeldGenerator, capture_rng, restore_rng
 
 _FILLED = (list, bytearray, set, deque)
 """Containers whose items are remembered, besides dictionaries."""
+_READ = (tuple, frozenset)
 _OPAQUE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, Enum, PurePath, BaseException)
 _ATOMS = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
 _FOREIGN = {*sys.stdlib_module_names, "fsspec", "tqdm", "rich", "tensorboard"}
 """Packages whose objects are not searched: connections, files, threads, windows."""
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _MISSING = object()
+_is_any: Callable[[type, tuple[type, ...]], bool] = lru_cache(maxsize=4096)(issubclass)
 
 
 @lru_cache(maxsize=4096)
 def _ways_of(kind: type) -> tuple[Any, bool, Collection[str]]:
     """Return how objects of a type are remembered, whether their attributes are, and their slots. Asked once: steps have many objects."""
-    ways = (Tensor, np.ndarray, GENERATORS, types.MethodType, dict, bytearray, _FILLED, (tuple, frozenset))
+    ways = (Tensor, np.ndarray, GENERATORS, types.MethodType, dict, _FILLED, _READ)
     how: Any = next((way for way in ways if issubclass(kind, way)), None)
     is_whole = how in (GENERATORS, types.MethodType) or kind.__module__.partition(".")[0] in _FOREIGN
-    return tuple if how == ways[-1] else how, not is_whole, slots_of(kind)
+    return how, not is_whole, slots_of(kind)
 
 
 def is_small(each: Any, most_nbytes: int = 2**20) -> bool:
@@ -118,28 +120,23 @@ class Memento:
     # -- private
 
     def _search(self, found: list[object]) -> None:
-        seen, apart = self._seen, dict[type, bool]()
         while found:
             each = found.pop()
-            if type(each) in _ATOMS or id(each) in seen:
+            if type(each) in _ATOMS or id(each) in self._seen or _is_any(each.__class__, self._apart):
                 continue
-            if (is_apart := apart.get(each.__class__)) is None:
-                is_apart = apart[each.__class__] = issubclass(each.__class__, self._apart)
-            if not is_apart:
-                seen[id(each)] = each  # kept alive: no other object may get its identity
-                found.extend(self._remember(each))
+            self._seen[id(each)] = each  # kept alive: no other object may get its identity
+            found.extend(self._remember(each))
 
     def _remember(self, each: Any) -> list[object]:
         """Remember an object, and return objects behind it."""
         how, has_attributes, slots = _ways_of(type(each))
         behind = list[object]()
-        if how is _FILLED:
-            self._containers.append((each, list(each)))
+        if how is _FILLED or how is _READ:
+            if how is _FILLED:
+                self._containers.append((each, list(each)))
             behind.extend(self._within(each))
         elif how is dict:
             self._remember_space(each, behind)
-        elif how is tuple:
-            behind.extend(self._within(each))
         elif how is Tensor:
             self._remember_tensor(each)
         elif how is GENERATORS:
@@ -147,8 +144,6 @@ class Memento:
                 self._held[str(len(self._held))] = each
         elif how is types.MethodType:
             behind.append(each.__self__)
-        elif how is bytearray:
-            self._containers.append((each, list(each)))
         elif how is np.ndarray and each.flags.writeable and self._copies(each):
             self._arrays.append((each, each.copy()))
         if not has_attributes:
