@@ -44,13 +44,15 @@ _MISSING = object()
 _is_any: Callable[[type, tuple[type, ...]], bool] = lru_cache(maxsize=4096)(issubclass)
 
 
-@lru_cache(maxsize=4096)
-def _ways_of(kind: type) -> tuple[Any, bool, Collection[str]]:
+def _ways(kind: type) -> tuple[Any, bool, Collection[str]]:
     """Return how objects of a type are remembered, whether their attributes are, and their slots. Asked once: steps have many objects."""
     ways = (Tensor, np.ndarray, GENERATORS, types.MethodType, dict, _FILLED, _READ)
     how: Any = next((way for way in ways if issubclass(kind, way)), None)
     is_whole = how in (GENERATORS, types.MethodType) or kind.__module__.partition(".")[0] in _FOREIGN
     return how, not is_whole, slots_of(kind)
+
+
+_ways_of: Callable[[type], tuple[Any, bool, Collection[str]]] = lru_cache(maxsize=4096)(_ways)
 
 
 def is_small(each: Any, most_nbytes: int = 2**20) -> bool:
