@@ -440,12 +440,14 @@ def _durable_fit(name: str, size: ModelSize, taken: int, steps: int) -> tuple[fl
         if name == "everything":
             checkpoint = DenseCheckpoint(url, every_n_steps=1, overhead_target=None)
         elif name == "partial":
-            checkpoint = PartialExpertCheckpoint(url, k=taken, plt_budget=None, overhead_target=None)
+            checkpoint = PartialExpertCheckpoint(url, every_n_steps=1, k=taken, plt_budget=None, overhead_target=None)
         elif name in ("lossless", "compressed"):
             # Storage gets differences one by one, so that each step waits for its own.
             checkpoint = DifferentialCheckpoint(url, every_n_steps=64, batch=1, mode=cast("DifferentialMode", name))
         else:
-            checkpoint = SelectiveExpertCheckpoint(url, local_budget=budget, remote_budget=budget, overhead_target=None)
+            checkpoint = SelectiveExpertCheckpoint(
+                url, every_n_steps=1, local_budget=budget, remote_budget=budget, overhead_target=None
+            )
         durable, bare = differential.StepTimes(folder), differential.StepTimes(folder)
         _trained(BenchModel(size), steps, random_tokens(size, steps + 1), bare)
         _trained(BenchModel(size), steps, random_tokens(size, steps + 1), _Durable(checkpoint), durable, checkpoint)

@@ -57,6 +57,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # exported at run time only
 
 
+_OUTLAST_SECONDS = 1.0
+"""Seconds for which collectives may outlast a failure: ranks that hang are looked for two seconds after it."""
 _LEAVE_SECONDS = 30.0
 """Seconds for a process without its supervisor to save and leave; as long as launchers wait."""
 
@@ -86,6 +88,7 @@ class Supervised:
         """Id of the connected process; its forks are not connected."""
         self._changed = threading.Condition()
         self._abort: Callable[[], None] | None = None
+        self._outlasts: Callable[[int], bool] = lambda _: False
         self._failures: dict[int, RankFailure] = {}
         self._formed: dict[int, str] = {}
         self._arrived = -1
@@ -173,13 +176,13 @@ class Supervised:
             self._uses += 1
             return f"{self._formed[self.incarnation]}/{self._uses}"
 
-    def watch(self, abort: Callable[[], None]) -> None:
+    def watch(self, abort: Callable[[], None], outlasts: Callable[[int], bool] = lambda _: False) -> None:
         """Call `abort` on a thread of its own when this process's incarnation fails, at once if the incarnation has failed.
 
-        A later call of `watch` or `rejoin` forgets `abort`.
+        If `outlasts` of the failed rank, `abort` waits until `confirm` tells of it, for a second at most. `watch` and `rejoin` forget both.
         """
         with self._changed:
-            self._abort = abort
+            self._abort, self._outlasts = abort, outlasts
             if self.failed:
                 self._call_abort()
 
@@ -190,6 +193,8 @@ class Supervised:
         """
         with self._changed:
             self._changed.wait_for(lambda: self.failed or self._lost, timeout)
+            if self.failed:
+                self._call_abort()
             return self._failures.get(self.incarnation)
 
     def call_off(self, why: str) -> None:
@@ -260,8 +265,17 @@ class Supervised:
                 failure = RankFailure(message["failed"], message["rank"], message["why"])
                 self._failures[failure.incarnation] = failure
                 self._newest, self.noticed = max(self._newest, failure.incarnation + 1), message["at"]
-                self._call_abort()
+                if self._abort is not None and self._outlasts(failure.rank):
+                    threading.Thread(target=self._abort_late, args=(self._abort,), daemon=True).start()
+                else:
+                    self._call_abort()
             self._changed.notify_all()
+
+    def _abort_late(self, abort: Callable[[], None]) -> None:
+        time.sleep(_OUTLAST_SECONDS)
+        with self._changed:
+            if self._abort == abort:
+                self._call_abort()
 
     def _call_abort(self) -> None:
         abort, self._abort = self._abort, None

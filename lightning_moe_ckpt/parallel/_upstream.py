@@ -81,11 +81,8 @@ class Crossings:
     """Copies on the host of tensors sent, by direction, in order; complete after `HostCopies.wait`."""
     seen: dict[str, list[list[Tensor | int]]] = field(default_factory=lambda: {"down": [], "up": []})
     """Digests of tensors received, by direction."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors."""
-        return sum(tensor.nbytes for sent in self.sent.values() for tensors in sent for tensor in tensors)
+    nbytes: int = 0
+    """Bytes of the tensors sent."""
 
 
 @dataclass(slots=True)
@@ -214,6 +211,7 @@ class UpstreamLog:
             return
         copies = list(map(self._copies.take, sent))
         self._now.sent[direction].append(copies)
+        self._now.nbytes += sum(copy.nbytes for copy in copies)
         if (border := self._out_of.get(direction)) is not None:
             self._copies.wait()
             border.send(copies)

@@ -283,7 +283,7 @@ class MoEStrategy(PipelinedStrategy):
         with self._abort as abort:
             store = supervised.rejoin(self.timeout.total_seconds())
             store.set_timeout(limit)
-            supervised.watch(abort.abort)
+            supervised.watch(abort.abort, lambda gone: self.step_guard is not None and self.step_guard.outlasts(gone))
             with self._closed_listeners():
                 dist.init_process_group(self._backend, store=store, rank=rank, world_size=world_size, timeout=limit)
             groups = build_groups(self.expert_parallel, limit, num_stages=self.pipeline_parallel)

@@ -61,6 +61,9 @@ class StepGuard(Protocol):
     def between(self, ask: Callable[[], T]) -> T | None:
         """Return the result of `ask`, with collectives between two steps; `None` after a failure that the next step handles."""
 
+    def outlasts(self, rank: int) -> bool:
+        """Return whether collectives under way are not to be aborted for a failure of `rank`. Called from another thread."""
+
 
 class PipelinedStrategy(DDPStrategy):
     """The part of `MoEStrategy` that knows stages; arguments as there, further arguments as of `DDPStrategy`."""

@@ -48,6 +48,6 @@ def make_loader(kind: str, *, length: int, batch_size: int, workers: int, augmen
     return LOADERS[kind](Tokens(length, augment=augment), batch_size=batch_size, num_workers=workers)
 
 
-def make_validation_loader(batch_size: int) -> Any:
-    """Two batches in fixed order."""
-    return DataLoader(Tokens(2 * batch_size, augment=False), batch_size=batch_size)
+def make_validation_loader(batch_size: int, replicas: int = 1) -> Any:
+    """A batch in fixed order for each replica, two at least: half of one cannot be cut into four micro-batches."""
+    return DataLoader(Tokens(max(2, replicas) * batch_size, augment=False), batch_size=batch_size)

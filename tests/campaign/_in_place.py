@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import signal
+import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -266,7 +267,9 @@ class _Dying(_Script):
                 self._shoot(vars(shot))
             if death.survives:
                 assert supervised is not None
-                supervised.confirm(1.0 + max(shot.seconds for shot in death.shots))
+                until = time.monotonic() + 1.0 + max(shot.seconds for shot in death.shots)
+                while not supervised.failed and time.monotonic() < until:
+                    time.sleep(0.001)
                 return
             self._write({"kind": "killed", "phase": place})
             send_signal(signal.SIGSTOP if death.stops else signal.SIGKILL)

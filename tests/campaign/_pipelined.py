@@ -106,11 +106,12 @@ class Pipelined(Setup):
 
     @override
     def loaders(self, life: Attempt) -> tuple[Any, Any]:
-        length = self.batches * self.batch_size * life.world_size // self.stages
+        replicas = life.world_size // self.stages
+        length = self.batches * self.batch_size * replicas
         training = make_loader(
             self.loader, length=length, batch_size=self.batch_size, workers=self.workers, augment=self.augment
         )
-        return training, make_validation_loader(self.batch_size) if self.validate_every else None
+        return training, make_validation_loader(self.batch_size, replicas) if self.validate_every else None
 
     @override
     def fault_free(self) -> Self:

@@ -172,12 +172,17 @@ def chain(places: Sequence[str], ranks: Sequence[int]) -> list[Death]:
 
 
 def check(
-    campaigns: Campaigns, setup: Counted, deaths: Sequence[Death], *, fit: Callable[..., Any] | None = None
+    campaigns: Campaigns,
+    setup: Counted,
+    deaths: Sequence[Death],
+    *,
+    fit: Callable[..., Any] | None = None,
+    timeout: float = 60.0,
 ) -> list[AttemptResult]:
     """Run with ranks that die one after another, and require the end of the fault-free run on every rank."""
     fit = fit or partial(train_and_die, setup, deaths, no_place)
     ends = sum(len(each.ends) for each in deaths)
-    lives = check_killed(campaigns, setup, fit=fit, deaths=ends, same_seed=True)
+    lives = check_killed(campaigns, setup, fit=fit, deaths=ends, same_seed=True, timeout=timeout)
     require_counted(lives, setup, deaths)
     return lives
 
@@ -390,7 +395,7 @@ def die_one_after_another(campaigns: Campaigns, draw: random.Random, setup: Coun
         once = place in {"open", "join_tiers"}
         nth = 1 if once else draw.randint(1, most) * OFTEN.get(place, 1)
         deaths.append(replace(death(place, draw.randrange(setup.world_size), nth=nth), stops=draw.random() < 0.25))
-    lives = check(campaigns, setup, deaths)
+    lives = check(campaigns, setup, deaths, timeout=30.0 * max(2, setup.world_size))
     print(f"{', '.join(f'{each.rank} {each.at.place}' for each in deaths)}: {decisions(lives)}")
 
 
@@ -403,6 +408,7 @@ def test_ranks_die_one_after_another(campaigns: Campaigns, seed: int) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(40))
 def test_ranks_of_large_stages_die(campaigns: Campaigns, seed: int) -> None:
     """Replicas, ranks that share experts, and both, with eight processes; half of those without a scaler share the optimizer's state."""

@@ -9,6 +9,7 @@ import resource
 import signal
 import socket
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -18,9 +19,9 @@ from door import free_port
 from launcher import exit_after
 
 from launch._jobs import LIMIT_SECONDS, Ended, Job
-from lightning_moe_ckpt.launch import _spares
+from lightning_moe_ckpt.launch import Supervised, _spares, _supervised
 from lightning_moe_ckpt.launch._members import NodeEvent, Switchboard
-from lightning_moe_ckpt.launch._supervised import Heartbeat, address_of
+from lightning_moe_ckpt.launch._supervised import Heartbeat, RankFailure, address_of, encode
 
 BEFORE_ARRIVING, BEFORE_JOINING, BEHIND_THE_END = -1, -2, -3
 """Steps of events, as the script knows them."""
@@ -131,6 +132,42 @@ def test_an_aborted_step_is_no_measure_of_steps(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(time, "monotonic", lambda now=now: now)
         heartbeat.pause(aborted=True) if move is None else move(1)
     assert heartbeat.read().longest == 1.0
+    heartbeat.close()
+
+
+class Told(Supervised):
+    """Lives on when nobody tells it anything any more."""
+
+    def _listen(self) -> None:
+        for message in self._messages:
+            self._take(message)
+
+
+@pytest.mark.parametrize(
+    ("gone", "seconds", "confirms"),
+    [(1, 3600.0, False), (2, 3600.0, True), (2, 0.0, False)],
+    ids=["own", "asks", "late"],
+)
+def test_collectives_outlast_a_failure_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, gone: int, seconds: float, confirms: bool
+) -> None:
+    """Until their rank hears of it, or too much time has passed; that of a rank that they need ends them at once."""
+    monkeypatch.setattr(_supervised, "_OUTLAST_SECONDS", seconds)
+    ours, theirs = socket.socketpair()
+    theirs.sendall(encode({"place": {}, "noticed": 0.0, "incarnation": 0, "replacement": False}))
+    heartbeat, aborted = Heartbeat(), threading.Event()
+    supervised = Told(ours, heartbeat)
+    supervised.watch(aborted.set, lambda rank: rank == 2)
+    assert supervised.confirm(0.0) is None
+    theirs.sendall(encode({"failed": 0, "rank": gone, "why": "was killed", "at": 1.0}))
+    while not supervised.failed:
+        time.sleep(0.001)
+    if confirms:
+        assert not aborted.is_set()
+        assert supervised.confirm(0.0) == RankFailure(0, gone, "was killed")
+    assert aborted.wait(LIMIT_SECONDS)
+    theirs.close()
+    ours.close()
     heartbeat.close()
 
 

@@ -21,12 +21,14 @@ from lightning_moe_ckpt.callbacks import CapacityBoost, ExpertLoadMonitor
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.fit._state import copied
 from lightning_moe_ckpt.fit.in_place._decision import LOST, TOO_OFTEN, Decision, Where
+from lightning_moe_ckpt.fit.in_place._stage_alone import StageAlone
 from lightning_moe_ckpt.fit.in_place._undo import Watch, _hold_users, _unzeroed, never_alone
 from lightning_moe_ckpt.fit.loggers._metrics import hold_metrics
 from lightning_moe_ckpt.fit.objects._memento import Memento
 from lightning_moe_ckpt.journal import differs
 from lightning_moe_ckpt.operators._count_taps import TokenCounts
 from lightning_moe_ckpt.parallel import ParallelGroups
+from lightning_moe_ckpt.parallel._upstream import Mode, UpstreamLog
 
 NEW, WITHIN, AT_COMMIT, ELSEWHERE = range(4)
 
@@ -104,6 +106,30 @@ def test_a_stage_goes_on_beside_another_that_fails(
 ) -> None:
     """From the step that all its ranks are in; it begins again where one of them has failed, or a stage next to it."""
     assert decided(*places) == Decision(failed, 7, going)
+
+
+@pytest.mark.parametrize(
+    ("place", "mode", "rank", "outlasts"),
+    [
+        (ELSEWHERE, Mode.REPEATING, 6, True),
+        (ELSEWHERE, Mode.REPEATING, 4, False),
+        (ELSEWHERE, Mode.REPEATING, 3, False),
+        (WITHIN, Mode.REPEATING, 6, False),
+        (AT_COMMIT, Mode.REPEATING, 6, False),
+        (ELSEWHERE, Mode.SILENT, 6, False),
+        (ELSEWHERE, Mode.TOGETHER, 6, False),
+    ],
+    ids=["between", "next to it", "its own", "within", "at a commit", "not yet", "no more"],
+)
+def test_collectives_between_two_repeated_steps_outlast_a_failure_elsewhere(
+    place: int, mode: Mode, rank: int, outlasts: bool
+) -> None:
+    """Of four stages of two ranks the second repeats steps; a step is left as a whole, and so is what comes before it."""
+    log = UpstreamLog()
+    log.mode = mode
+    strategy = SimpleNamespace(groups=ParallelGroups.placed(2, 8, ep_size=1, num_stages=4))
+    alone: Any = SimpleNamespace(_here=Where(1, place, 5, 1, 7, 1, 2), _log=log, _strategy=strategy)
+    assert StageAlone.outlasts(alone, rank) is outlasts
 
 
 def test_what_goes_on_may_come_to_be_all_that_is_left() -> None:

@@ -12,8 +12,10 @@ all ranks take the step together. Until then no rank takes snapshots, and a repe
 Failed stages next to each other are one segment: a small pipeline, fed at its two ends, with commits of its own.
 
 Another failure meanwhile is handled alike: a segment with only living ranks is in an attempt at one of its steps, or at
-a commit, and goes on from there. A segment begins again if one of its ranks is new or elsewhere, or if a stage next to
-it has failed, because the records that it would need from there are gone. Both stages are one segment then.
+a commit, and goes on from there. Between two steps its collectives outlast the failure (`outlasts`), since some of its
+ranks may have ended one that others are still in: all come to the next attempt. A segment begins again if one of its
+ranks is new or elsewhere, or if a stage next to it has failed, because the records that it would need from there are
+gone. Both stages are one segment then.
 
 Any other case (no stage is left, a record is missing, a bit differs) is answered with recovery in place by all ranks.
 
@@ -27,7 +29,7 @@ import time
 from collections.abc import Callable
 from enum import Enum, auto
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -42,6 +44,7 @@ from lightning_moe_ckpt.fit.in_place._decision import LOST, TOO_OFTEN, Decision,
 from lightning_moe_ckpt.fit.in_place._undo import StepUndo, Watch
 from lightning_moe_ckpt.fit.objects._users import MOST_ITEMS_IN_A_STEP
 from lightning_moe_ckpt.journal import capture_rng, restore_rng
+from lightning_moe_ckpt.launch import Supervised
 from lightning_moe_ckpt.parallel._groups import is_of_collective
 from lightning_moe_ckpt.parallel._upstream import UpstreamLog
 
@@ -85,11 +88,6 @@ class StageRecovery:
         self.joined_at = 0.0
         """Time of `perf_counter` at which all ranks had joined."""
 
-    def joined(self, plan: Decision | None) -> None:
-        """Note that all ranks have joined and decided."""
-        self.move(RecoveryState.JOINED)
-        self.plan, self.joined_at = plan, time.perf_counter()
-
     def move(self, state: RecoveryState) -> None:
         """Move to another state."""
         assert state in _MOVES[self.state], f"{self.state} to {state}"
@@ -130,30 +128,6 @@ class Permission:
         return self.given and is_of_collective(error)
 
 
-class Supervisor(Protocol):
-    """Starter of this process and of replacements for dead processes, as seen by a worker."""
-
-    replacement: bool
-
-    def confirm(self, timeout: float) -> object | None:
-        """Return another process's failure that ended this incarnation; `None` if none comes within `timeout` seconds."""
-
-    def rejoin(self, timeout: float) -> object:
-        """Wait, at most `timeout` seconds, until all ranks have come to the newest incarnation."""
-
-    def beat(self, step: int) -> None:
-        """Note that the main thread has come to `step`; a long silence from here on is a hang."""
-
-    def pause(self, *, aborted: bool = False) -> None:
-        """Note that the time behind an ended or aborted step is unlimited."""
-
-    def call_off(self, why: str) -> None:
-        """End this incarnation for all ranks without replacing any of them."""
-
-    def cannot_rejoin(self, why: str) -> None:
-        """Have all ranks started anew when one fails."""
-
-
 class Rewind(CheckpointError):
     """This process begins its fit again from a generation; it has joined the others already."""
 
@@ -178,7 +152,7 @@ class StageAlone:
         exact: bool,
         join: Callable[[], None],
         confirm: Callable[[Exception], object],
-        supervisor: Supervisor,
+        supervisor: Supervised,
     ) -> None:
         self._trainer, self._module = trainer, module
         self._join, self._confirm, self._supervisor = join, confirm, supervisor
@@ -231,7 +205,8 @@ class StageAlone:
         plan = Decision.of(rows, self._strategy.groups)
         if not all(row.possible for row in rows):
             self._permission.refuse()  # for good: a later process does not know the reason
-        self._recovery.joined(None if isinstance(plan, str) else plan)
+        self._recovery.move(RecoveryState.JOINED)
+        self._recovery.plan, self._recovery.joined_at = None if isinstance(plan, str) else plan, time.perf_counter()
         step = -1 if isinstance(plan, str) else plan.step
         self._tries, self._tried = (self._tries + 1 if step == self._tried else 1) * (step >= 0), step
         if isinstance(plan, str):
@@ -412,7 +387,13 @@ class StageAlone:
                 raise _Again from None
             self._strategy.reducer.agreed |= self._flags
             log.info("step %d is taken: all ranks had come to its commit", self._here.taken)
-        self._here = self._here._replace(taken=self._here.taken + 1)
+        self._here = self._here._replace(taken=self._here.taken + 1, place=StepPosition.ELSEWHERE)
+
+    def outlasts(self, rank: int) -> bool:
+        """Return whether this stage is between two steps that it repeats, and goes on with the next one although `rank` has failed."""
+        here, stage = self._here, rank // self._strategy.groups.stage_size
+        between = self._log.apart and not self._log.silent and here.place == StepPosition.ELSEWHERE
+        return between and stage not in range(here.first - 1, here.stop + 1)
 
     def between(self, ask: Callable[[], T]) -> T | None:
         """Return the result of `ask`, with collectives between two steps; `None` after a failure, which is put off to the next step."""

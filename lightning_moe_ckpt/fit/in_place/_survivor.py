@@ -30,7 +30,7 @@ from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import CheckpointError, Fenced
 from lightning_moe_ckpt.fit._callbacks import averaging_callbacks
 from lightning_moe_ckpt.fit._run import FitSession
-from lightning_moe_ckpt.fit.in_place._stage_alone import Rewind, StageAlone, Supervisor
+from lightning_moe_ckpt.fit.in_place._stage_alone import Rewind, StageAlone
 from lightning_moe_ckpt.fit.loops._trainer import callbacks_of, datamodule_of
 from lightning_moe_ckpt.fit.objects._memento import Memento
 from lightning_moe_ckpt.fit.objects._users import restore_values
@@ -54,7 +54,7 @@ class Ended(Enum):
     """This process has to begin again, and has joined the other ranks already."""
 
 
-def supervisor(trainer: Trainer) -> Supervisor | None:
+def supervisor(trainer: Trainer) -> Supervised | None:
     """Return this process's supervisor, and tell it if ranks cannot join again; `None` under other launchers."""
     if (found := Supervised.from_environment()) is not None and not can_rejoin(trainer):
         where = ", in the meshes of parameters" if hasattr(trainer.strategy, "device_mesh") else ""
@@ -75,7 +75,7 @@ def can_rejoin(trainer: Trainer) -> bool:
 class OnlyBeats:
     """A fit whose ranks start together or not at all: its supervisor is only told how far training is."""
 
-    def __init__(self, trainer: Trainer, supervisor: Supervisor) -> None:
+    def __init__(self, trainer: Trainer, supervisor: Supervised) -> None:
         self._trainer, self._supervisor = trainer, supervisor
 
     def begin(self, make: Callable[[], FitSession]) -> FitSession:
@@ -102,7 +102,7 @@ class InPlace:
         self,
         trainer: Trainer,
         module: LightningModule,
-        supervisor: Supervisor,
+        supervisor: Supervised,
         *,
         own_callbacks: tuple[type[Callback], ...],
         exact: bool,
@@ -212,7 +212,7 @@ class InPlace:
         while self._survive(partial(self._join_once, reconnect)) is not Ended.WELL:
             pass
 
-    def _join_once(self, reconnect: Callable[[Supervisor], object]) -> None:
+    def _join_once(self, reconnect: Callable[[Supervised], object]) -> None:
         reconnect(self._supervisor)
         if self._alone is not None:
             self._alone.decide()

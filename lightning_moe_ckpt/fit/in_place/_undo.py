@@ -199,7 +199,7 @@ def _of_callbacks(trainer: Trainer, own: tuple[type[Callback], ...]) -> Iterator
 
 def _is_users(callback: Callback, hook: str) -> bool:
     home = getattr(getattr(callback, hook, None), "__module__", "")
-    return is_overridden(hook, callback, Callback) and home.partition(".")[0] not in _LIBRARIES
+    return home.partition(".")[0] not in _LIBRARIES and is_overridden(hook, callback, Callback)
 
 
 def parts_of(module: LightningModule) -> tuple[list[nn.Module], list[object]]:
@@ -225,7 +225,8 @@ def hold(trainer: Trainer, module: LightningModule) -> Callable[[], None]:
     """Return a function to undo an attempt's changes in the trainer's loops, results and scaler, and in metrics."""
     metrics, results = hold_metrics(module), trainer.fit_loop.epoch_loop._results
     progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress
-    counted, name = progress.state_dict(), module._current_fx_name
+    steps, name = (progress.optimizer.step, progress.optimizer.zero_grad), module._current_fx_name
+    counted = [(vars(each), vars(each).copy()) for both in steps for each in (both.total, both.current)]
     kept = {
         key: (result, {n: _copy(vars(result)[n]) for n in _OF_RESULTS if n in vars(result)})
         for key, result in results.items()
@@ -237,7 +238,8 @@ def hold(trainer: Trainer, module: LightningModule) -> Callable[[], None]:
             del results[key]
         for each, values in kept.values():
             vars(each).update({n: _copy(value) for n, value in values.items()})
-        progress.load_state_dict(counted)
+        for counts, were in counted:
+            counts.update(were)
         module._current_fx_name = name
         metrics()
         if scaler is not None:

@@ -18,7 +18,7 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from enum import Enum
 from functools import lru_cache
 from pathlib import PurePath
@@ -34,6 +34,7 @@ from lightning_moe_ckpt.journal import HeldGenerator, capture_rng, restore_rng
 
 _FILLED = (list, bytearray, set, deque)
 """Containers whose items are remembered, besides dictionaries."""
+_READ = (tuple, frozenset)
 _OPAQUE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, Enum, PurePath, BaseException)
 _ATOMS = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
 _FOREIGN = {*sys.stdlib_module_names, "fsspec", "tqdm", "rich", "tensorboard"}
@@ -41,6 +42,17 @@ _FOREIGN = {*sys.stdlib_module_names, "fsspec", "tqdm", "rich", "tensorboard"}
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _MISSING = object()
 _is_any: Callable[[type, tuple[type, ...]], bool] = lru_cache(maxsize=4096)(issubclass)
+
+
+def _ways(kind: type) -> tuple[Any, bool, Collection[str]]:
+    """Return how objects of a type are remembered, whether their attributes are, and their slots. Asked once: steps have many objects."""
+    ways = (Tensor, np.ndarray, GENERATORS, types.MethodType, dict, _FILLED, _READ)
+    how: Any = next((way for way in ways if issubclass(kind, way)), None)
+    is_whole = how in (GENERATORS, types.MethodType) or kind.__module__.partition(".")[0] in _FOREIGN
+    return how, not is_whole, slots_of(kind)
+
+
+_ways_of: Callable[[type], tuple[Any, bool, Collection[str]]] = lru_cache(maxsize=4096)(_ways)
 
 
 def is_small(each: Any, most_nbytes: int = 2**20) -> bool:
@@ -117,44 +129,39 @@ class Memento:
             self._seen[id(each)] = each  # kept alive: no other object may get its identity
             found.extend(self._remember(each))
 
-    def _remember(self, each: Any) -> Iterator[object]:
-        """Remember an object, and yield objects behind it."""
-        if isinstance(each, Tensor):
+    def _remember(self, each: Any) -> list[object]:
+        """Remember an object, and return objects behind it."""
+        how, has_attributes, slots = _ways_of(type(each))
+        behind = list[object]()
+        if how is _FILLED or how is _READ:
+            if how is _FILLED:
+                self._containers.append((each, list(each)))
+            behind.extend(self._within(each))
+        elif how is dict:
+            self._remember_space(each, behind)
+        elif how is Tensor:
             self._remember_tensor(each)
-        elif isinstance(each, np.ndarray):
-            if each.flags.writeable and self._copies(each):
-                self._arrays.append((each, each.copy()))
-        elif isinstance(each, GENERATORS):
+        elif how is GENERATORS:
             if not isinstance(each, random.SystemRandom):
                 self._held[str(len(self._held))] = each
-            return
-        elif isinstance(each, types.MethodType):
-            yield each.__self__
-            return
-        yield from self._remember_items(each)
-        if type(each).__module__.partition(".")[0] in _FOREIGN:
-            return
+        elif how is types.MethodType:
+            behind.append(each.__self__)
+        elif how is np.ndarray and each.flags.writeable and self._copies(each):
+            self._arrays.append((each, each.copy()))
+        if not has_attributes:
+            return behind
         space = getattr(each, "__dict__", None)
         if isinstance(space, dict):
-            yield from self._remember_space(space)
-        for name in slots_of(type(each)):
+            self._remember_space(space, behind)
+        for name in slots:
             value = getattr(each, name, _MISSING)
             self._slots.append((each, name, value))
-            yield value
+            behind.append(value)
+        return behind
 
-    def _remember_items(self, each: Any) -> Iterator[object]:
-        if isinstance(each, dict):
-            yield from self._remember_space(each)
-        elif isinstance(each, _FILLED):
-            self._containers.append((each, list(each)))
-        elif not isinstance(each, tuple | frozenset):
-            return
-        if not isinstance(each, dict | bytearray):
-            yield from self._within(each)
-
-    def _remember_space(self, space: dict[Any, Any]) -> Iterator[object]:
+    def _remember_space(self, space: dict[Any, Any], behind: list[object]) -> None:
         self._spaces.append((space, space.copy() if type(space) is dict else dict(space.items())))
-        yield from self._within(space.values())
+        behind.extend(self._within(space.values()))
 
     def _within(self, items: Collection[object]) -> Iterable[object]:
         if len(items) <= self._most_items:
