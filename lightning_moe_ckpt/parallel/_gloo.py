@@ -35,8 +35,8 @@ import atexit
 import concurrent.futures
 import ctypes
 import os
-import re
 import socket
+import stat
 import struct
 import sys
 import threading
@@ -238,7 +238,6 @@ def _shut_down(inodes: set[int]) -> None:
 
 log = rank_logger(__name__)
 
-_SOCKET = re.compile(r"socket:\[(\d+)\]")
 _SO_ATTACH_FILTER = 26
 _DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
 """Program for the kernel's packet filter: return 0, which drops the packet."""
@@ -279,15 +278,15 @@ def listening() -> dict[int, tuple[int, tuple[str, int]]]:
         return {}
     found: dict[int, tuple[int, tuple[str, int]]] = {}
     # Not from /proc/self/net/tcp: the kernel goes through the connections of the whole machine to write that.
-    for entry in _DESCRIPTORS.iterdir():
+    for descriptor in [int(entry.name) for entry in _DESCRIPTORS.iterdir()]:
         with suppress(OSError):  # closed meanwhile, such as the descriptor of this listing
-            if (named := _SOCKET.fullmatch(str(entry.readlink()))) is None:
+            if not stat.S_ISSOCK((status := os.fstat(descriptor)).st_mode):
                 continue
-            each = socket.socket(fileno=int(entry.name))
+            each = socket.socket(fileno=descriptor)
             try:
                 internet = each.family in {socket.AF_INET, socket.AF_INET6} and each.type == socket.SOCK_STREAM
                 if internet and each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    found[int(named[1])] = (int(entry.name), each.getsockname()[:2])
+                    found[status.st_ino] = (descriptor, each.getsockname()[:2])
             finally:
                 each.detach()  # the owner closes it; a duplicate would stay open in a child that is forked meanwhile
     return found

@@ -68,6 +68,11 @@ _STATE: dict[str, str] = {
 """Modules of the standard library whose objects have state that no journal can hold."""
 
 
+def has_base(kind: type, bases: Iterable[type]) -> bool:
+    """Return whether one of `bases` is among a class's own. `issubclass` lets an abstract base ask all of its subclasses, a thousand."""
+    return not set(kind.__mro__).isdisjoint(bases)
+
+
 def is_library(kind: type) -> bool:
     """Return whether a class is a library's, and not of the user's own package with the same name."""
     return _is_library(kind.__module__.partition(".")[0])
@@ -198,8 +203,13 @@ def _places(name: str, owner: object, seen: set[int], depth: int) -> Iterator[tu
                 if id(value) not in seen:
                     seen.add(id(value))
                     yield f"{name}.{key}", (namespace, key)
-            elif depth and not isinstance(value, _OPAQUE):
+            elif depth and not _is_opaque(type(value)):
                 yield from _places(f"{name}.{key}", value, seen, depth - 1)
+
+
+@functools.cache
+def _is_opaque(kind: type) -> bool:
+    return has_base(kind, _OPAQUE)
 
 
 def _inside(owner: object) -> tuple[Any, Sequence[Any]]:
