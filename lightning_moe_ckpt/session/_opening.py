@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -133,7 +134,8 @@ def open_run(job: SessionJob, planner: Planner, clock: HookClock, *, load: bool)
                 memory = claim_memory(opener.claim, groups.rank, resumed, dense_nbytes=nbytes, older=older)
             failed.callback(memory.close, unlink=False)  # another rank may fail here, or while tiers are joined
         origin = Origin.here(0.0 if supervised is None else supervised.noticed)
-        account = RunAccount(clock, *_known_of_the_run(opener, memory, origin, exchange), began)
+        told, balances, origins = _known_of_the_run(opener, memory, origin, exchange)
+        account = RunAccount(clock, balances, origins, began)
         memory.on_ring = lambda ring: account.move(ring.account)
         restoring = None
         if found is not None and load:  # its bytes travel while tiers are joined
@@ -145,7 +147,7 @@ def open_run(job: SessionJob, planner: Planner, clock: HookClock, *, load: bool)
             restoring = Restoring(layout, replay.journals[0]["outcome"], replay)
         elif found is not None:  # exchanges as above, with ranks that load
             restoring = Restoring(*follow_found(found, view, groups, exchange))
-        run = _joined(job, opener, found, planner=planner, memory=memory, markers=markers, account=account)
+        run = _joined(job, opener, found, planner=planner, memory=memory, markers=markers, account=account, told=told)
         measured, reached = run.tiers.governor.measured, None if found is None else found.generation.step
         account.begin(reached, 0 if found is None else found.first_step, measured)
         failed.pop_all()
@@ -154,14 +156,23 @@ def open_run(job: SessionJob, planner: Planner, clock: HookClock, *, load: bool)
 
 def _known_of_the_run(
     opener: RunOpener, memory: RankMemory, origin: Origin, exchange: Exchange
-) -> tuple[list[Balance], list[Origin]]:
-    """Return all accounts of earlier incarnations, in memory and in the log, and what ranks know of their starts. Collective."""
-    accounts = memory.accounts
+) -> tuple[Mapping[str, Any], list[Balance], list[Origin]]:
+    """Return measurements of an earlier start that hold for this one, all accounts of earlier incarnations, in memory and in the log, and
+    what ranks know of their starts. Collective.
+    """
+    accounts, told = memory.accounts, dict[str, Any]()
     if exchange.is_coordinator:
         with suppress(StorageError):  # for people only: what memory has is newer where it is there
-            accounts += [found for found in [read_account(opener.store.told())] if found is not None]
-    rows = cast("list[Any]", exchange.gather_values([list(origin), [account.plain() for account in accounts]]))
-    return [Balance.of(each) for _, each_of in rows for each in each_of], [Origin(*row) for row, _ in rows]
+            figures = opener.store.told()
+            accounts += [found for found in [read_account(figures)] if found is not None]
+            if figures.get("world_size") == exchange.world_size and isinstance(figures.get("mirrors_pay"), bool):
+                told["mirrors_pay"] = figures["mirrors_pay"]
+    rows = cast("list[Any]", exchange.gather_values([list(origin), [account.plain() for account in accounts], told]))
+    return (
+        rows[0][2],
+        [Balance.of(each) for _, each_of, _ in rows for each in each_of],
+        [Origin(*row) for row, *_ in rows],
+    )
 
 
 def _joined(
@@ -173,6 +184,7 @@ def _joined(
     memory: RankMemory,
     markers: Markers,
     account: RunAccount,
+    told: Mapping[str, Any],
 ) -> OpenRun:
     """Make the tiers' workers, and all that captures for them."""
     policy, is_first = job.policy, job.exchange.is_coordinator
@@ -191,6 +203,7 @@ def _joined(
         plan=planner,
         device=job.device,
         may_lack_nodes=found is not None,
+        pays=told.get("mirrors_pay"),
     )
     workers = [HostWorker(memory, markers), storage, *peers]
     paced = None if policy.chains else job.config  # differences are taken at every step

@@ -470,6 +470,7 @@ class CheckpointSession:
             "goodput": run.account.document(),
             "measured": measured_figures(run),
             "audited": run.storage.audited,
+            "mirrors_pay": next((each.mirrors_pay for each in run.tiers.workers if each.mirrors_pay is not None), None),
             **({"suspects": list(self.suspects)} if self.suspects.ranks else {}),
             "audits": self.audit.document(),
             "slow_ranks": "" if run.tiers.stragglers is None else str(run.tiers.stragglers.figures),
