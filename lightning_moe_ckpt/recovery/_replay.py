@@ -13,6 +13,7 @@ Source: MoEvement (2026), Sec. 3.3; we differ in replaying inside the user's own
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -348,7 +349,9 @@ class Replay:
                 continue
             rows = np.flatnonzero(with_state) if is_state else np.arange(len(with_state))
             at, flat = offsets[shards.first[rows] + number], live.detach().view(-1)
-            if shape is None:
+            if shape is None and flat.is_cpu and flat.dtype is dtype and type(flat) is Tensor:
+                _move(source, at, flat, shards.start[rows], shards.numel[rows])
+            elif shape is None:
                 yield from _copies(source, at, dtype, flat, (shards.start[rows], shards.numel[rows]))
             else:  # every part has the same value
                 yield _typed(source[at[-1] : at[-1] + dtype.itemsize * math.prod(shape)], dtype), flat
@@ -448,6 +451,16 @@ def stored_losses(backend: Backend, file: SegmentEntry) -> list[Tensor]:
 
 def _shown(losses: list[Tensor]) -> str:
     return ", ".join(f"{loss.item():.9g}" for loss in losses)
+
+
+def _move(source: Tensor, at: Column, flat: Tensor, start: Column, numel: Column) -> None:
+    """Do as `_copies` within host memory and without a tensor per slice, which takes longer than the copy of a small one."""
+    size = flat.element_size()
+    assert len(at) == 0 or (int((start + numel).max()) <= len(flat) and int((at + size * numel).max()) <= len(source))
+    places = flat.data_ptr() + size * start, source.data_ptr() + at, size * numel
+    for place in zip(*(each.tolist() for each in places), strict=True):
+        ctypes.memmove(*place)
+    torch.autograd.graph.increment_version(flat)
 
 
 _LARGE_ROW_NBYTES = 2**15

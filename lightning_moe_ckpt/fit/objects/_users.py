@@ -167,6 +167,8 @@ _OPAQUE = (
     *(Trainer, LightningModule, LightningDataModule, Callback, DataLoader, Optimizer),
 )
 """Types not searched: they hold no generator, or are searched under a name of their own."""
+_CONTAINERS = {dict, OrderedDict, list, tuple}
+"""Types of which an empty object is not searched: a module has ten."""
 
 
 def held_by(objects: Mapping[str, object]) -> dict[str, HeldGenerator]:
@@ -199,12 +201,18 @@ def _places(name: str, owner: object, seen: set[int], depth: int) -> Iterator[tu
     for key in keys:
         with contextlib.suppress(Exception):  # a foreign object may raise anything, and `Values` names it
             value = _get(namespace, key)
-            if isinstance(value, GENERATORS):
+            kind: Any = type(value)
+            if _is_generator(kind):
                 if id(value) not in seen:
                     seen.add(id(value))
                     yield f"{name}.{key}", (namespace, key)
-            elif depth and not _is_opaque(type(value)):
+            elif depth and not _is_opaque(kind) and (kind not in _CONTAINERS or value):
                 yield from _places(f"{name}.{key}", value, seen, depth - 1)
+
+
+@functools.cache
+def _is_generator(kind: type) -> bool:
+    return has_base(kind, GENERATORS)
 
 
 @functools.cache
