@@ -87,10 +87,11 @@ class _Loaded:
 class Replay:
     """Rebuild the dense state from one generation, laid out as `window` over the live state to write to.
 
-    `segments` are this rank's, of every step from `first_step` on, verified; they are released step by step. `frozen`
-    makes `Frozen`, but for `as_user`, which gives every parameter the user's own `requires_grad` of a boundary, and the
-    optimizer its groups, from the journal's start half. The engine copies host memory into live tensors. Operators in
-    `missing`, without any copy, keep their present weights and get no optimizer state.
+    `segments` are this rank's, of every step from `first_step` on, verified, with the steps' `journals`; segments are
+    released step by step. `frozen` makes `Frozen`, but for `as_user`, which gives every parameter the user's own
+    `requires_grad` of a boundary, and the optimizer its groups, from the journal's start half. The engine copies host
+    memory into live tensors. Operators in `missing`, without any copy, keep their present weights and get no optimizer
+    state.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Replay:
         window: WindowLayout,
         groups: ParallelGroups,
         segments: Sequence[Tensor],
+        journals: Sequence[Journal],
         first_step: int,
         frozen: Callable[..., Frozen],
         engine: CopyEngine,
@@ -116,10 +118,7 @@ class Replay:
         """Operators with their full state, by step; of one in shards this rank may have nothing."""
         self._segments: list[Tensor | None] = list(segments)
         self._first = first_step
-        self.journals: list[Journal] = [
-            decode_journal(layout.segment.view(segment, JOURNAL))
-            for layout, segment in zip(self._layouts, segments, strict=True)
-        ]
+        self.journals = list(journals)
         self._missing = {name for name in missing if name in self._view.operators}
         self._active = set(self._missing)
         self._newest = -1

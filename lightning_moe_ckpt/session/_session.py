@@ -125,6 +125,7 @@ class CheckpointSession:
                 else:
                     start = self._load(found, layout, replay, started)
                 found.segments.clear()  # the replay has them, and lets go of each once it is settled
+                found.journals.clear()
         if start is None:
             self._heap.sweep()
         self._durations.start = time.perf_counter() - started
