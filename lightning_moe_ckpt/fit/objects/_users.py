@@ -202,22 +202,18 @@ def _places(name: str, owner: object, seen: set[int], depth: int) -> Iterator[tu
         with contextlib.suppress(Exception):  # a foreign object may raise anything, and `Values` names it
             value = _get(namespace, key)
             kind: Any = type(value)
-            if _is_generator(kind):
+            if (holds := _may_hold(kind)) is None:
                 if id(value) not in seen:
                     seen.add(id(value))
                     yield f"{name}.{key}", (namespace, key)
-            elif depth and not _is_opaque(kind) and (kind not in _CONTAINERS or value):
+            elif depth and holds and (kind not in _CONTAINERS or value):
                 yield from _places(f"{name}.{key}", value, seen, depth - 1)
 
 
 @functools.cache
-def _is_generator(kind: type) -> bool:
-    return has_base(kind, GENERATORS)
-
-
-@functools.cache
-def _is_opaque(kind: type) -> bool:
-    return has_base(kind, _OPAQUE)
+def _may_hold(kind: type) -> bool | None:
+    """Return whether objects of a class may hold generators; `None` for a generator."""
+    return None if has_base(kind, GENERATORS) else not has_base(kind, _OPAQUE)
 
 
 def _inside(owner: object) -> tuple[Any, Sequence[Any]]:
