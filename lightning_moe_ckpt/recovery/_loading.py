@@ -337,14 +337,11 @@ def load_found(found: RestoreSource, replay: Replay, operators: OperatorSet) -> 
     note_recovery(found.generation, found.chosen, found.tokens, replay.journals[0]["outcome"], operators)
 
 
-def follow_found(
-    found: RestoreSource, view: StateView, groups: ParallelGroups, exchange: Exchange
-) -> tuple[WindowLayout, Journal]:
-    """Return a restored generation's layout, and its first step's outcome; load nothing. Collective."""
+def follow_found(found: RestoreSource, view: StateView, groups: ParallelGroups, exchange: Exchange) -> WindowLayout:
+    """Return a restored generation's layout; load nothing. Collective."""
     layout = _layout_of(found, view, groups, exchange)
     exchange.gather_values([])  # as ranks that load do
-    outcome: Journal = found.journals[0]["outcome"]
-    return layout, outcome
+    return layout
 
 
 def _layout_of(found: RestoreSource, view: StateView, groups: ParallelGroups, exchange: Exchange) -> WindowLayout:

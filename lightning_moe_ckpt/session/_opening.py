@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +11,6 @@ from typing import Any, NamedTuple, cast
 
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import StorageError
-from lightning_moe_ckpt.journal import Journal
 from lightning_moe_ckpt.launch import Supervised
 from lightning_moe_ckpt.planning import Planner
 from lightning_moe_ckpt.process import Balance, HookClock, Origin, RunAccount, read_account
@@ -82,8 +80,6 @@ class Restoring(NamedTuple):
     """A restored generation that is gone on from."""
 
     layout: WindowLayout
-    outcome: Journal
-    """Outcome of its first step."""
     replay: Replay | None = None
     """Replay of its steps; `None` where the live state is kept."""
 
@@ -134,7 +130,7 @@ def open_run(job: SessionJob, planner: Planner, clock: HookClock, *, load: bool)
                 memory = claim_memory(opener.claim, groups.rank, resumed, dense_nbytes=nbytes, older=older)
             failed.callback(memory.close, unlink=False)  # another rank may fail here, or while tiers are joined
         origin = Origin.here(0.0 if supervised is None else supervised.noticed)
-        told, balances, origins = _known_of_the_run(opener, memory, origin, exchange)
+        pays, balances, origins = _known_of_the_run(opener, memory, origin, exchange)
         account = RunAccount(clock, balances, origins, began)
         memory.on_ring = lambda ring: account.move(ring.account)
         restoring = None
@@ -144,10 +140,10 @@ def open_run(job: SessionJob, planner: Planner, clock: HookClock, *, load: bool)
                 frozen=partial(Frozen, whole=job.compiled, omits=job.omits),
                 as_user=job.journals.as_user,
             )
-            restoring = Restoring(layout, replay.journals[0]["outcome"], replay)
+            restoring = Restoring(layout, replay)
         elif found is not None:  # exchanges as above, with ranks that load
-            restoring = Restoring(*follow_found(found, view, groups, exchange))
-        run = _joined(job, opener, found, planner=planner, memory=memory, markers=markers, account=account, told=told)
+            restoring = Restoring(follow_found(found, view, groups, exchange))
+        run = _joined(job, opener, found, planner=planner, memory=memory, markers=markers, account=account, pays=pays)
         measured, reached = run.tiers.governor.measured, None if found is None else found.generation.step
         account.begin(reached, 0 if found is None else found.first_step, measured)
         failed.pop_all()
@@ -156,23 +152,19 @@ def open_run(job: SessionJob, planner: Planner, clock: HookClock, *, load: bool)
 
 def _known_of_the_run(
     opener: RunOpener, memory: RankMemory, origin: Origin, exchange: Exchange
-) -> tuple[Mapping[str, Any], list[Balance], list[Origin]]:
-    """Return measurements of an earlier start that hold for this one, all accounts of earlier incarnations, in memory and in the log, and
+) -> tuple[bool | None, list[Balance], list[Origin]]:
+    """Return whether mirrors paid in an earlier start, all accounts of earlier incarnations, in memory and in the log, and
     what ranks know of their starts. Collective.
     """
-    accounts, told = memory.accounts, dict[str, Any]()
+    accounts, pays = memory.accounts, None
     if exchange.is_coordinator:
         with suppress(StorageError):  # for people only: what memory has is newer where it is there
             figures = opener.store.told()
             accounts += [found for found in [read_account(figures)] if found is not None]
-            if figures.get("world_size") == exchange.world_size and isinstance(figures.get("mirrors_pay"), bool):
-                told["mirrors_pay"] = figures["mirrors_pay"]
-    rows = cast("list[Any]", exchange.gather_values([list(origin), [account.plain() for account in accounts], told]))
-    return (
-        rows[0][2],
-        [Balance.of(each) for _, each_of, _ in rows for each in each_of],
-        [Origin(*row) for row, *_ in rows],
-    )
+            pays = figures.get("mirrors_pay") if figures.get("world_size") == exchange.world_size else None
+    own = list(origin), [account.plain() for account in accounts], pays if isinstance(pays, bool) else None
+    starts, plain, (pays, *_) = zip(*cast("list[Any]", exchange.gather_values(list(own))), strict=True)
+    return pays, [Balance.of(each) for each_of in plain for each in each_of], [Origin(*row) for row in starts]
 
 
 def _joined(
@@ -184,7 +176,7 @@ def _joined(
     memory: RankMemory,
     markers: Markers,
     account: RunAccount,
-    told: Mapping[str, Any],
+    pays: bool | None,
 ) -> OpenRun:
     """Make the tiers' workers, and all that captures for them."""
     policy, is_first = job.policy, job.exchange.is_coordinator
@@ -203,7 +195,7 @@ def _joined(
         plan=planner,
         device=job.device,
         may_lack_nodes=found is not None,
-        pays=told.get("mirrors_pay"),
+        pays=pays,
     )
     workers = [HostWorker(memory, markers), storage, *peers]
     paced = None if policy.chains else job.config  # differences are taken at every step

@@ -118,9 +118,9 @@ class CheckpointSession:
                 self._trust(found)
             start = None if found is None else found.start
             if found is not None and restoring is not None:
-                layout, outcome, replay = restoring
+                layout, replay = restoring
                 if replay is None:
-                    self.repeats.go_on(self._take_up(found, layout, outcome), job.groups, job.engine)
+                    self.repeats.go_on(self._take_up(found, layout), job.groups, job.engine)
                     run.account.waits()
                 else:
                     start = self._load(found, layout, replay, started)
@@ -141,7 +141,7 @@ class CheckpointSession:
 
     def _load(self, found: RestoreSource, layout: WindowLayout, replay: Replay, started: float) -> Journal:
         load_found(found, replay, self.job.view.operators)
-        self.repeats.begin(replay, self._take_up(found, layout, replay.journals[0]["outcome"]))
+        self.repeats.begin(replay, self._take_up(found, layout))
         self._durations.restore = time.perf_counter() - started
         log.info(
             "resumes from %s, plan %s, at step %d in %.2f s; dense after %d replayed steps",
@@ -151,7 +151,7 @@ class CheckpointSession:
         start: Journal = replay.journals[0]["start"]
         return start
 
-    def _take_up(self, found: RestoreSource, layout: WindowLayout, outcome: Journal) -> WindowLayout:
+    def _take_up(self, found: RestoreSource, layout: WindowLayout) -> WindowLayout:
         """Go on planning from the restored generation."""
         self._planner.journal_had(found.journal_nbytes)
         layout = layout.mirrored(self._planner.mirroring)
@@ -159,7 +159,7 @@ class CheckpointSession:
             # Windows follow the restored plan, so that capture can go on during replay.
             self._planner.adopt(layout)
             self._run.capture.memory.use(layout)
-        self._planner.restore(outcome)
+        self._planner.restore(found.journals[0]["outcome"])
         return layout
 
     @property
