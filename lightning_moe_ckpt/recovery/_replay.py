@@ -348,9 +348,7 @@ class Replay:
                 continue
             rows = np.flatnonzero(with_state) if is_state else np.arange(len(with_state))
             at, flat = offsets[shards.first[rows] + number], live.detach().view(-1)
-            if shape is None and flat.is_cpu and flat.dtype is dtype and type(flat) is Tensor:
-                _move(source, at, flat, shards.start[rows], shards.numel[rows])
-            elif shape is None:
+            if shape is None:
                 yield from _copies(source, at, dtype, flat, (shards.start[rows], shards.numel[rows]))
             else:  # every part has the same value
                 yield _typed(source[at[-1] : at[-1] + dtype.itemsize * math.prod(shape)], dtype), flat
@@ -452,16 +450,6 @@ def _shown(losses: list[Tensor]) -> str:
     return ", ".join(f"{loss.item():.9g}" for loss in losses)
 
 
-def _move(source: Tensor, at: Column, flat: Tensor, start: Column, numel: Column) -> None:
-    """Do as `_copies` within host memory and without a tensor per slice, which takes longer than the copy of a small one."""
-    size = flat.element_size()
-    assert len(at) == 0 or (int((start + numel).max()) <= len(flat) and int((at + size * numel).max()) <= len(source))
-    places = flat.data_ptr() + size * start, source.data_ptr() + at, size * numel
-    for place in zip(*(each.tolist() for each in places), strict=True):
-        ctypes.memmove(*place)
-    torch.autograd.graph.increment_version(flat)
-
-
 _LARGE_ROW_NBYTES = 2**15
 
 
@@ -472,6 +460,16 @@ def _copies(
     `flat`, and number of elements. In any stored order: rows scattered over it are copied at once, others yielded.
     """
     start, numel = slices
+    large = len(numel) == 1 or numel.min() * dtype.itemsize >= _LARGE_ROW_NBYTES
+    if large and flat.is_cpu and flat.dtype is dtype and type(flat) is Tensor:
+        # By their addresses: a tensor per slice takes longer than the copy.
+        assert (start + numel).max() <= len(flat)
+        assert (at + dtype.itemsize * numel).max() <= len(source)
+        places = flat.data_ptr() + dtype.itemsize * start, source.data_ptr() + at, dtype.itemsize * numel
+        for place in zip(*(each.tolist() for each in places), strict=True):
+            ctypes.memmove(*place)
+        torch.autograd.graph.increment_version(flat)
+        return
     if len(numel) == 1:
         first, size = int(at[0]), int(numel[0])
         yield _typed(source[first : first + size * dtype.itemsize], dtype), flat[int(start[0]) : int(start[0]) + size]
