@@ -7,7 +7,7 @@ import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import StorageError
@@ -76,16 +76,11 @@ class OpenRun:
         self.opener.close()
 
 
-class Restoring(NamedTuple):
-    """A restored generation that is gone on from."""
-
-    layout: WindowLayout
-    replay: Replay | None = None
-    """Replay of its steps; `None` where the live state is kept."""
-
-
-def open_run(job: SessionJob, planner: Planner, clock: HookClock, *, load: bool) -> tuple[OpenRun, Restoring | None]:
-    """Open the run and make its parts, with one worker per tier, in the same order on all ranks; and begin to `load`. Collective.
+def open_run(
+    job: SessionJob, planner: Planner, clock: HookClock, *, load: bool
+) -> tuple[OpenRun, WindowLayout | None, Replay | None]:
+    """Open the run and make its parts, with one worker per tier, in the same order on all ranks. Return it with the layout of a
+    restored generation, if there is one, and the generation's replay if it is to `load`. Collective.
 
     Where constants change what trains, another planner takes the place of `planner`. Ranks may differ in `load`, see `Planner.settle`.
     `clock` has the time in hooks.
@@ -133,21 +128,20 @@ def open_run(job: SessionJob, planner: Planner, clock: HookClock, *, load: bool)
         pays, balances, origins = _known_of_the_run(opener, memory, origin, exchange)
         account = RunAccount(clock, balances, origins, began)
         memory.on_ring = lambda ring: account.move(ring.account)
-        restoring = None
+        layout, replay = None, None
         if found is not None and load:  # its bytes travel while tiers are joined
             layout, replay = replay_of(
                 *(found, view, groups, exchange, job.engine),
                 frozen=partial(Frozen, whole=job.compiled, omits=job.omits),
                 as_user=job.journals.as_user,
             )
-            restoring = Restoring(layout, replay)
         elif found is not None:  # exchanges as above, with ranks that load
-            restoring = Restoring(follow_found(found, view, groups, exchange))
+            layout = follow_found(found, view, groups, exchange)
         run = _joined(job, opener, found, planner=planner, memory=memory, markers=markers, account=account, pays=pays)
         measured, reached = run.tiers.governor.measured, None if found is None else found.generation.step
         account.begin(reached, 0 if found is None else found.first_step, measured)
         failed.pop_all()
-    return run, restoring
+    return run, layout, replay
 
 
 def _known_of_the_run(

@@ -103,7 +103,7 @@ class CheckpointSession:
         """
         started, job = time.perf_counter(), self.job
         with self._heap.keeping():
-            self._run, restoring = open_run(job, self._planner, self.clock, load=not stay)
+            self._run, layout, replay = open_run(job, self._planner, self.clock, load=not stay)
             run = self._run
             self.is_open, self._planner, found = True, run.planner, run.found
             if job.groups.stage_size > 1 and not job.view.boxes:  # forward of parameters in shards waits for others
@@ -117,8 +117,7 @@ class CheckpointSession:
             if job.config.audit_every_n_steps is not None:
                 self._trust(found)
             start = None if found is None else found.start
-            if found is not None and restoring is not None:
-                layout, replay = restoring
+            if found is not None and layout is not None:
                 if replay is None:
                     self.repeats.go_on(self._take_up(found, layout), job.groups, job.engine)
                     run.account.waits()
