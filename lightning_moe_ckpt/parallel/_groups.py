@@ -263,9 +263,8 @@ def build_groups(
         return ParallelGroups()
     new = _Maker(placed, timeout)
     groups = placed.groups
-    exchanging: list[GroupName] = ["control", "replicate", "stage_control", "pipeline_control"][
-        : 4 if num_stages > 1 else 2
-    ]
+    exchanging: list[GroupName] = ["control", "replicate"]
+    exchanging += ["stage_control", "pipeline_control"] if num_stages > 1 else []
     large = [name for name in exchanging if len(placed.ranks(name)) > MESH_RANKS]
     with ExitStack() as closed:  # once for all groups: a look at all sockets costs as much as a group
         if dist.get_backend() == "gloo":
