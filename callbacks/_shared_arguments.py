@@ -61,8 +61,8 @@ class CheckpointArguments(StorageArguments, total=False):
         memory_generations: generations in shared memory. With 2 a new generation waits for tiers that still read the
             one before the newest; 3 leaves them time. `auto` takes 3 where they are at most half of the memory that is free on a node.
         redundancy: whether holders of a copy take what they have in common with its owner (what data parallelism replicates)
-            from their own state, at the same boundary, so that it is not sent; `auto` if that is measured to be faster than
-            the network, and shared memory has room. Costs memory and copies on the node, and no exactness.
+            from their own state, at the same boundary, so that it is not sent; `auto` if the run's first start has measured that to be
+            faster than the network, and shared memory has room. Costs memory and copies on the node, and no exactness.
         max_chunk: bytes per message of such a copy, a number or text such as `4MiB`. A message of training waits for at most one of them.
         failure_domains: node and rack of every rank, by rank; `None` lets each rank find out its own, or read
             `MOE_CKPT_NODE` and `MOE_CKPT_RACK`.

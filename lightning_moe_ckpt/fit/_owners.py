@@ -198,7 +198,8 @@ def _not_users(owner: object) -> frozenset[str]:
         # Other packages' data sets count in numbers, and build all else themselves. Lists and ranges have no attributes.
         held = getattr(owner, "__dict__", {})
         return frozenset(own | {name for name, value in held.items() if type(value) not in (bool, int, float)})
-    return frozenset(own if not isinstance(owner, Metric) else own | metrics_own() | owner._defaults.keys())
+    metric: Any = owner
+    return frozenset(own if Metric not in bases else own | metrics_own() | metric._defaults.keys())
 
 
 @functools.cache

@@ -15,6 +15,7 @@ import socket
 import stat
 import struct
 import sys
+import time
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +25,7 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 _DESCRIPTORS = Path("/proc/self/fd")
 _UNCONNECTED, _LISTENING, _GET_ADDRESS = 7, 10, 0x8915
 """States of a socket, as in the kernel's `tcp_states.h`, and `SIOCGIFADDR`."""
+_LOOK_SECONDS = 0.005
 _PROBES = 3
 """Number of probes in the time of silence, whose end is `TCP_USER_TIMEOUT` for probes, too."""
 
@@ -59,6 +61,15 @@ def limit_silence(seconds: float, *, but: Collection[int] = ()) -> None:
             each.setsockopt(tcp, socket.TCP_KEEPIDLE, pause)
             each.setsockopt(tcp, socket.TCP_KEEPINTVL, pause)
             each.setsockopt(tcp, socket.TCP_USER_TIMEOUT, int(1000 * seconds))
+
+
+def await_listener(host: str, port: int, seconds: float) -> None:
+    """Return once somebody listens there, or after so many seconds. torch's own second attempt comes half a second after the first."""
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        with suppress(OSError), socket.create_connection((host, port), timeout=left):
+            return
+        time.sleep(_LOOK_SECONDS)
 
 
 def address_towards(host: str) -> tuple[str, str]:

@@ -84,7 +84,7 @@ class CpuCopyEngine(CopyEngine):
         self._pid = 0
 
     @override
-    def register(self, buffer: Tensor) -> None:
+    def register(self, buffer: Tensor, *, written: bool = False) -> None:
         """Do nothing: CPU copies need no preparation."""
 
     @override
@@ -143,13 +143,15 @@ class CompiledCpuEngine(CompiledEngine):
         self._preparations: dict[int, Preparation] = {}
 
     @override
-    def register(self, buffer: Tensor) -> None:
-        """Map the buffer's memory in the background, before the first copies."""
-        self._preparations[buffer.data_ptr()] = Preparation(buffer)
+    def register(self, buffer: Tensor, *, written: bool = False) -> None:
+        """Map the buffer's memory in the background, before the first copies; not beside a restart that has cores to share."""
+        if not written:
+            self._preparations[buffer.data_ptr()] = Preparation(buffer)
 
     @override
     def unregister(self, buffer: Tensor) -> None:
-        self._preparations.pop(buffer.data_ptr()).stop()
+        if (preparation := self._preparations.pop(buffer.data_ptr(), None)) is not None:
+            preparation.stop()
 
     @override
     def prepare(self, copies: Sequence[Copy]) -> PlannedCopies:

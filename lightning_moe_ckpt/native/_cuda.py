@@ -150,7 +150,7 @@ class CudaCopyEngine(CopyEngine):
         self._pending: deque[CudaTicket] = deque()
 
     @override
-    def register(self, buffer: Tensor) -> None:
+    def register(self, buffer: Tensor, *, written: bool = False) -> None:
         base, locks = buffer.data_ptr(), PageLocks(buffer, self._runtime.unregister)
         self._registered[base] = locks
         for start in range(0, buffer.nbytes, PIECE_NBYTES):
@@ -224,7 +224,7 @@ class CompiledCudaEngine(CompiledEngine):
         self._running_worker()
 
     @override
-    def register(self, buffer: Tensor) -> None:
+    def register(self, buffer: Tensor, *, written: bool = False) -> None:
         base, library, index = buffer.data_ptr(), self._library, self._device.index
         self._note(base, ready=False)
         locks = PageLocks(buffer, lambda address: library.moe_cuda_unregister(index, address))

@@ -214,10 +214,11 @@ class Ticket(ABC):
 class CopyEngine(Protocol):
     """Background copies of tensors in lists. The training thread calls it; any thread may call `Ticket.wait`."""
 
-    def register(self, buffer: Tensor) -> None:
+    def register(self, buffer: Tensor, *, written: bool = False) -> None:
         """Make a host buffer ready (page-lock it for CUDA). Slow; call it once per buffer, at start.
 
-        Compiled engines do so in the background. With CUDA the buffer stays in memory until `unregister` or `close`.
+        Compiled engines do so in the background. With CUDA the buffer stays in memory until `unregister` or `close`. Memory that was
+        `written` by an earlier process has its pages, and is only locked.
         """
 
     def unregister(self, buffer: Tensor) -> None:

@@ -149,18 +149,23 @@ def ordered_hook(state: OrderedHookState, bucket: GradBucket) -> Future[Tensor]:
 
 
 def broadcast_tensors(
-    tensors: Iterable[Tensor], group: dist.ProcessGroup, src: int, *, message_nbytes: int = 64 * 2**20
+    tensors: Iterable[Tensor], group: dist.ProcessGroup, src: int, *, message_nbytes: int = 2**20
 ) -> None:
     """Overwrite `tensors`, of any dtypes and devices, with those of global rank `src`, in place. Collective; same
     shapes and order on all ranks. At most `message_nbytes` are gathered into one message; a larger tensor is sent
-    alone.
+    alone, and uncopied where it is contiguous.
     """
     is_source = dist.get_rank() == src
     with torch.no_grad():
         for chunk in _chunks(tensors, message_nbytes):
-            flat = torch.cat([_flat(tensor.detach()).view(torch.uint8) for tensor in chunk])
+            parts = [_flat(tensor.detach()).view(torch.uint8) for tensor in chunk]
+            flat = parts[0] if len(parts) == 1 else torch.cat(parts)
             dist.broadcast(flat, src, group=group)
-            if not is_source:  # the source does not change, so it keeps its version counters
+            if is_source:  # it does not change, so it keeps its version counters
+                continue
+            if flat.data_ptr() == chunk[0].data_ptr():
+                torch.autograd.graph.increment_version(chunk[0])
+            else:
                 _scatter(flat, chunk)
 
 

@@ -34,7 +34,8 @@ class ExpertParallelModule(Protocol):
 def expert_parallel_modules(root: nn.Module) -> Iterator[tuple[str, ExpertParallelModule]]:
     """Yield every (FQN, module) below and including `root` that may shard experts."""
     for fqn, module in root.named_modules():
-        if isinstance(module, ExpertParallelModule):
+        # A protocol is asked only where it may answer yes: it looks for its members anew each time.
+        if hasattr(module, "expert_parallel_parameters") and isinstance(module, ExpertParallelModule):
             yield fqn, module
         elif _is_tutel(module):
             yield fqn, _TutelShards(module)

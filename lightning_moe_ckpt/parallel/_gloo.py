@@ -35,10 +35,8 @@ import atexit
 import concurrent.futures
 import ctypes
 import os
-import re
 import socket
 import struct
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -46,7 +44,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, TypeVar
 
@@ -61,7 +58,6 @@ T = TypeVar("T")
 MESH_RANKS = 8
 """Most ranks in a control group with all pairs connected; larger groups connect along a tree."""
 
-_DESCRIPTORS = Path("/proc/self/fd")
 _AGAIN_SECONDS = 0.005
 """Groups that are being made open connections until the thread that makes them has raised: they are shut down again."""
 _KNOCK_SECONDS = 0.1
@@ -108,7 +104,7 @@ class GroupAbort:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         with self._lock:
             self._made, self._making = _connected() - self._before, False
-            self._ports = {port for inode, (_, (_, port)) in listening().items() if inode not in self._listened}
+            self._ports = {port for inode, (_, port) in listening().items() if inode not in self._listened}
             if self._aborted:
                 _shut_down(self._made)
         if not dist.is_initialized():
@@ -127,7 +123,7 @@ class GroupAbort:
             self._aborted = True
             _shut_down(self._targets())
         while self._making:
-            for inode, (_, address) in listening().items():
+            for inode, address in listening().items():
                 if inode in self._knocked:
                     continue
                 self._knocked.add(inode)
@@ -238,7 +234,6 @@ def _shut_down(inodes: set[int]) -> None:
 
 log = rank_logger(__name__)
 
-_SOCKET = re.compile(r"socket:\[(\d+)\]")
 _SO_ATTACH_FILTER = 26
 _DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
 """Program for the kernel's packet filter: return 0, which drops the packet."""
@@ -268,35 +263,24 @@ def closed_listeners(*, open_ports: Collection[int] = (), lazily: bool = False) 
     if lazily:
         log.info("process groups of many ranks, or with %s, go on listening for connections", _LAZY)
         return
-    for inode, (descriptor, (_, port)) in listening().items():
-        if inode not in before and port not in open_ports:
-            _drop_connections(descriptor, port)
+    for inode, each in tcp_sockets():
+        if inode not in before and _listens(each) and each.getsockname()[1] not in open_ports:
+            _drop_connections(each)
 
 
-def listening() -> dict[int, tuple[int, tuple[str, int]]]:
-    """Return descriptor and (host, port) of every listening TCP socket of this process, by inode; empty if unknown."""
-    if sys.platform != "linux":
-        return {}
-    found: dict[int, tuple[int, tuple[str, int]]] = {}
+def listening() -> dict[int, tuple[str, int]]:
+    """Return (host, port) of every listening TCP socket of this process, by inode; empty if unknown."""
     # Not from /proc/self/net/tcp: the kernel goes through the connections of the whole machine to write that.
-    for entry in _DESCRIPTORS.iterdir():
-        with suppress(OSError):  # closed meanwhile, such as the descriptor of this listing
-            if (named := _SOCKET.fullmatch(str(entry.readlink()))) is None:
-                continue
-            each = socket.socket(fileno=int(entry.name))
-            try:
-                internet = each.family in {socket.AF_INET, socket.AF_INET6} and each.type == socket.SOCK_STREAM
-                if internet and each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    found[int(named[1])] = (int(entry.name), each.getsockname()[:2])
-            finally:
-                each.detach()  # the owner closes it; a duplicate would stay open in a child that is forked meanwhile
-    return found
+    return {inode: each.getsockname()[:2] for inode, each in tcp_sockets() if _listens(each)}
 
 
-def _drop_connections(descriptor: int, port: int) -> None:
+def _listens(each: socket.socket) -> bool:
+    return bool(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _drop_connections(listener: socket.socket) -> None:
     program = ctypes.create_string_buffer(_DROP_ALL)
     try:
-        with socket.socket(fileno=os.dup(descriptor)) as listener:
-            listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(program)))
+        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(program)))
     except OSError as error:
-        log.info("port %d goes on listening after its process group is whole: %s", port, error)
+        log.info("port %d goes on listening after its process group is whole: %s", listener.getsockname()[1], error)

@@ -21,7 +21,7 @@ import struct
 import time
 import uuid
 from collections.abc import Collection, Generator, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -263,18 +263,23 @@ def build_groups(
         return ParallelGroups()
     new = _Maker(placed, timeout)
     groups = placed.groups
-    with closed_listeners() if dist.get_backend() == "gloo" else nullcontext():
+    exchanging: list[GroupName] = ["control", "replicate"]
+    exchanging += ["stage_control", "pipeline_control"] if num_stages > 1 else []
+    large = [name for name in exchanging if len(placed.ranks(name)) > MESH_RANKS]
+    with ExitStack() as closed:  # once for all groups: a look at all sockets costs as much as a group
+        if dist.get_backend() == "gloo":
+            closed.enter_context(closed_listeners())
         groups["world"] = _world()
         groups["expert"], groups["expert_data"] = new.part("expert"), new.part("expert_data")
         groups["stage"] = groups["world"]
         if num_stages > 1:
             groups["stage"], groups["pipeline"] = new.part("stage"), new.part("pipeline")
         groups["reduce"] = new.own("reduce")
-    groups["control"] = groups["stage_control"] = new.exchanging("control")
-    groups["replicate"] = new.exchanging("replicate")
-    if num_stages > 1:
-        groups["stage_control"] = new.exchanging("stage_control")
-        groups["pipeline_control"] = new.exchanging("pipeline_control")
+        if dist.get_backend() != "gloo":
+            closed.enter_context(closed_listeners())
+        groups |= {name: new.own(name, "gloo") for name in exchanging if name not in large}
+    groups |= {name: new.large(name) for name in large}
+    groups.setdefault("stage_control", groups["control"])
     return placed
 
 
@@ -326,14 +331,14 @@ class _Maker:
         )
         return group
 
-    def exchanging(self, name: GroupName) -> dist.ProcessGroup:
-        """Return a gloo group. In a large one a rank is connected to its peers in the tree, and to others on first use."""
+    def large(self, name: GroupName) -> dist.ProcessGroup:
+        """Return a gloo group of many ranks. A rank is connected to its peers in the tree, and to others on first use."""
         ranks = self._placed.ranks(name)
-        with closed_listeners(lazily=len(ranks) > MESH_RANKS):
+        with closed_listeners(lazily=True):
             group = self.own(name, "gloo")
             # at once: a rank out of reach is noticed here, and `GroupAbort` and the limit of silence know the connections
             parent, children = tree(place := ranks.index(self._placed.rank), len(ranks))
-            for peer in [parent, *children][not place :] if len(ranks) > MESH_RANKS and name != "replicate" else ():
+            for peer in [parent, *children][not place :] if name != "replicate" else ():
                 sent = begin(partial(dist.isend, torch.zeros(1), ranks[peer], group), ranks[peer], group)
                 dist.recv(torch.zeros(1), ranks[peer], group)
                 assert sent is not None

@@ -176,13 +176,13 @@ def misfit(marker: RankMarker, view: StateView) -> str | None:
     return None if lack is None else f"{', '.join(segment.key for segment in marker.segments)}: {lack}"
 
 
-def read_start(part: Restored, start: Journal) -> None:
-    """Fill `start` with the start half of a generation's first journal. Raises `Corrupt` if any journal cannot be read."""
-    journals = [decode_journal(a.view(b, JOURNAL)) for a, b in zip(part.layouts, part.segments, strict=True)]
+def read_journals(layouts: Sequence[SegmentLayout], segments: Sequence[Tensor]) -> list[Journal]:
+    """Return the journals of a generation, step by step. Raises `Corrupt` if any of them cannot be read."""
+    journals = [decode_journal(layout.view(each, JOURNAL)) for layout, each in zip(layouts, segments, strict=True)]
     for journal in journals:
         if {"start", "outcome"} - journal.keys():
             raise Corrupt(f"its journal holds {sorted(journal)} only")
-    start.update(journals[0]["start"])
+    return journals
 
 
 class Retold(NamedTuple):
@@ -239,13 +239,15 @@ class RestoreSource:
     chosen: RestorePlan
     """Sources of experts from other generations."""
     tokens: TokensByGeneration
-    start: Journal
-    """Start half of the first boundary's journal."""
+    journals: list[Journal]
+    """Journals of the steps."""
     recut: bool = False
     """Whether other ranks wrote the generation: nothing that these ranks store builds on it, their next is stored whole."""
 
     @classmethod
-    def of(cls, part: Restored, start: Journal, tokens: TokensByGeneration, *, committed: bool) -> RestoreSource:
+    def of(
+        cls, part: Restored, journals: list[Journal], tokens: TokensByGeneration, *, committed: bool
+    ) -> RestoreSource:
         """Return a rank's restored generation after its attempt."""
         restored_from = Counter[str]()
         for copy, count in part.nbytes.items():
@@ -260,13 +262,19 @@ class RestoreSource:
             committed=committed,
             chosen=part.chosen,
             tokens=tokens,
-            start=start,
+            journals=journals,
         )
 
     @property
     def tiers(self) -> dict[str, int]:
         """The generation's step, by the tiers known to hold this rank's part."""
         return dict.fromkeys([*self.restored_from, *(["storage"] if self.committed else [])], self.generation.step)
+
+    @property
+    def start(self) -> Journal:
+        """Start half of the first boundary's journal."""
+        start: Journal = self.journals[0]["start"]
+        return start
 
     @property
     def first_step(self) -> int:
@@ -310,6 +318,7 @@ def replay_of(
         window=layout,
         groups=groups,
         segments=found.segments,
+        journals=found.journals,
         first_step=found.first_step,
         frozen=frozen,
         engine=engine,
@@ -328,14 +337,11 @@ def load_found(found: RestoreSource, replay: Replay, operators: OperatorSet) -> 
     note_recovery(found.generation, found.chosen, found.tokens, replay.journals[0]["outcome"], operators)
 
 
-def follow_found(
-    found: RestoreSource, view: StateView, groups: ParallelGroups, exchange: Exchange
-) -> tuple[WindowLayout, Journal]:
-    """Return a restored generation's layout, and its first step's outcome; load nothing. Collective."""
+def follow_found(found: RestoreSource, view: StateView, groups: ParallelGroups, exchange: Exchange) -> WindowLayout:
+    """Return a restored generation's layout; load nothing. Collective."""
     layout = _layout_of(found, view, groups, exchange)
     exchange.gather_values([])  # as ranks that load do
-    outcome: Journal = decode_journal(found.layouts[0].view(found.segments[0], JOURNAL))["outcome"]
-    return layout, outcome
+    return layout
 
 
 def _layout_of(found: RestoreSource, view: StateView, groups: ParallelGroups, exchange: Exchange) -> WindowLayout:

@@ -28,7 +28,7 @@ from lightning_moe_ckpt.recovery._loading import (
     ResumeRequest,
     journal_capacity,
     misfit,
-    read_start,
+    read_journals,
     restored_window,
     stored_layouts,
     tokens_behind,
@@ -417,8 +417,8 @@ class Search:
                 part, reasons = restore_chain(attempt, marker)
             else:
                 part = attempt.bring(marker, experts, partial(self._lay_out, marker))
-        self._stored_layouts, start = [], Journal()
-        if part is not None and (unread := self._unread(version, part, start)):
+        self._stored_layouts, journals = [], list[Journal]()
+        if part is not None and (unread := self._unread(version, part, journals)):
             part, reasons = None, [*reasons, *unread]
         if part is None:
             self.missing = self.missing or attempt.missing
@@ -429,7 +429,7 @@ class Search:
         self._note(version, reasons, given_up=False)
         self.volatile |= {reached}  # in memory; storage need not have it under this name
         committed = version in self._commits and reached == version.generation
-        return RestoreSource.of(part, start, tokens_behind(attempt, part.chosen), committed=committed)
+        return RestoreSource.of(part, journals, tokens_behind(attempt, part.chosen), committed=committed)
 
     def _lay_out(self, marker: RankMarker, chosen: RestorePlan) -> list[SegmentLayout]:
         """Return the layouts of this rank's records: as in files, unless experts are of other generations."""
@@ -459,11 +459,11 @@ class Search:
                     view.operators = view.operators.without(plan.constants, plan.thawed)
         return _by_rank(reasons)
 
-    def _unread(self, version: Version, part: Restored, start: Journal) -> list[str]:
-        """Fill `start`, and return all ranks' reasons why journals cannot be read; log the sources of bytes without any. Collective."""
+    def _unread(self, version: Version, part: Restored, journals: list[Journal]) -> list[str]:
+        """Fill `journals`, and return all ranks' reasons why journals cannot be read; log the sources of bytes without any. Collective."""
         reason = None
         try:
-            read_start(part, start)
+            journals += read_journals(part.layouts, part.segments)
         except Corrupt as error:
             reason = str(error)
         said = self._exchange.gather_values([reason, places_of(part.nbytes)])

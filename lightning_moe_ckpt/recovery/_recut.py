@@ -54,6 +54,7 @@ from lightning_moe_ckpt.recovery._loading import (
     ResumeRequest,
     journal_capacity,
     note_recovery,
+    read_journals,
     understood,
 )
 from lightning_moe_ckpt.recovery._outcomes import own_outcome
@@ -181,7 +182,7 @@ class Recut:
             committed=self.version in self._inventory.committed and reached == generation.step,
             chosen=RestorePlan(),
             tokens={},
-            start=told[0]["start"],
+            journals=read_journals([step.durable.segment for step in layout.steps], segments),
             recut=True,
         )
 

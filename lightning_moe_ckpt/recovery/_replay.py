@@ -13,6 +13,7 @@ Source: MoEvement (2026), Sec. 3.3; we differ in replaying inside the user's own
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -86,10 +87,11 @@ class _Loaded:
 class Replay:
     """Rebuild the dense state from one generation, laid out as `window` over the live state to write to.
 
-    `segments` are this rank's, of every step from `first_step` on, verified; they are released step by step. `frozen`
-    makes `Frozen`, but for `as_user`, which gives every parameter the user's own `requires_grad` of a boundary, and the
-    optimizer its groups, from the journal's start half. The engine copies host memory into live tensors. Operators in
-    `missing`, without any copy, keep their present weights and get no optimizer state.
+    `segments` are this rank's, of every step from `first_step` on, verified, with the steps' `journals`; segments are
+    released step by step. `frozen` makes `Frozen`, but for `as_user`, which gives every parameter the user's own
+    `requires_grad` of a boundary, and the optimizer its groups, from the journal's start half. The engine copies host
+    memory into live tensors. Operators in `missing`, without any copy, keep their present weights and get no optimizer
+    state.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class Replay:
         window: WindowLayout,
         groups: ParallelGroups,
         segments: Sequence[Tensor],
+        journals: Sequence[Journal],
         first_step: int,
         frozen: Callable[..., Frozen],
         engine: CopyEngine,
@@ -115,10 +118,7 @@ class Replay:
         """Operators with their full state, by step; of one in shards this rank may have nothing."""
         self._segments: list[Tensor | None] = list(segments)
         self._first = first_step
-        self.journals: list[Journal] = [
-            decode_journal(layout.segment.view(segment, JOURNAL))
-            for layout, segment in zip(self._layouts, segments, strict=True)
-        ]
+        self.journals = list(journals)
         self._missing = {name for name in missing if name in self._view.operators}
         self._active = set(self._missing)
         self._newest = -1
@@ -460,6 +460,16 @@ def _copies(
     `flat`, and number of elements. In any stored order: rows scattered over it are copied at once, others yielded.
     """
     start, numel = slices
+    large = len(numel) == 1 or numel.min() * dtype.itemsize >= _LARGE_ROW_NBYTES
+    if large and flat.is_cpu and flat.dtype is dtype and type(flat) is Tensor:
+        # By their addresses: a tensor per slice takes longer than the copy.
+        assert (start + numel).max() <= len(flat)
+        assert (at + dtype.itemsize * numel).max() <= len(source)
+        places = flat.data_ptr() + dtype.itemsize * start, source.data_ptr() + at, dtype.itemsize * numel
+        for place in zip(*(each.tolist() for each in places), strict=True):
+            ctypes.memmove(*place)
+        torch.autograd.graph.increment_version(flat)
+        return
     if len(numel) == 1:
         first, size = int(at[0]), int(numel[0])
         yield _typed(source[first : first + size * dtype.itemsize], dtype), flat[int(start[0]) : int(start[0]) + size]

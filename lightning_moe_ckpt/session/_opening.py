@@ -7,11 +7,10 @@ import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import StorageError
-from lightning_moe_ckpt.journal import Journal
 from lightning_moe_ckpt.launch import Supervised
 from lightning_moe_ckpt.planning import Planner
 from lightning_moe_ckpt.process import Balance, HookClock, Origin, RunAccount, read_account
@@ -77,18 +76,11 @@ class OpenRun:
         self.opener.close()
 
 
-class Restoring(NamedTuple):
-    """A restored generation that is gone on from."""
-
-    layout: WindowLayout
-    outcome: Journal
-    """Outcome of its first step."""
-    replay: Replay | None = None
-    """Replay of its steps; `None` where the live state is kept."""
-
-
-def open_run(job: SessionJob, planner: Planner, clock: HookClock, *, load: bool) -> tuple[OpenRun, Restoring | None]:
-    """Open the run and make its parts, with one worker per tier, in the same order on all ranks; and begin to `load`. Collective.
+def open_run(
+    job: SessionJob, planner: Planner, clock: HookClock, *, load: bool
+) -> tuple[OpenRun, WindowLayout | None, Replay | None]:
+    """Open the run and make its parts, with one worker per tier, in the same order on all ranks. Return it with the layout of a
+    restored generation, if there is one, and the generation's replay if it is to `load`. Collective.
 
     Where constants change what trains, another planner takes the place of `planner`. Ranks may differ in `load`, see `Planner.settle`.
     `clock` has the time in hooks.
@@ -133,35 +125,40 @@ def open_run(job: SessionJob, planner: Planner, clock: HookClock, *, load: bool)
                 memory = claim_memory(opener.claim, groups.rank, resumed, dense_nbytes=nbytes, older=older)
             failed.callback(memory.close, unlink=False)  # another rank may fail here, or while tiers are joined
         origin = Origin.here(0.0 if supervised is None else supervised.noticed)
-        account = RunAccount(clock, *_known_of_the_run(opener, memory, origin, exchange), began)
+        pays, balances, origins = _known_of_the_run(opener, memory, origin, exchange)
+        account = RunAccount(clock, balances, origins, began)
         memory.on_ring = lambda ring: account.move(ring.account)
-        restoring = None
+        layout, replay = None, None
         if found is not None and load:  # its bytes travel while tiers are joined
             layout, replay = replay_of(
                 *(found, view, groups, exchange, job.engine),
                 frozen=partial(Frozen, whole=job.compiled, omits=job.omits),
                 as_user=job.journals.as_user,
             )
-            restoring = Restoring(layout, replay.journals[0]["outcome"], replay)
         elif found is not None:  # exchanges as above, with ranks that load
-            restoring = Restoring(*follow_found(found, view, groups, exchange))
-        run = _joined(job, opener, found, planner=planner, memory=memory, markers=markers, account=account)
+            layout = follow_found(found, view, groups, exchange)
+        run = _joined(job, opener, found, planner=planner, memory=memory, markers=markers, account=account, pays=pays)
         measured, reached = run.tiers.governor.measured, None if found is None else found.generation.step
         account.begin(reached, 0 if found is None else found.first_step, measured)
         failed.pop_all()
-    return run, restoring
+    return run, layout, replay
 
 
 def _known_of_the_run(
     opener: RunOpener, memory: RankMemory, origin: Origin, exchange: Exchange
-) -> tuple[list[Balance], list[Origin]]:
-    """Return all accounts of earlier incarnations, in memory and in the log, and what ranks know of their starts. Collective."""
-    accounts = memory.accounts
+) -> tuple[bool | None, list[Balance], list[Origin]]:
+    """Return whether mirrors paid in an earlier start, all accounts of earlier incarnations, in memory and in the log, and
+    what ranks know of their starts. Collective.
+    """
+    accounts, pays = memory.accounts, None
     if exchange.is_coordinator:
         with suppress(StorageError):  # for people only: what memory has is newer where it is there
-            accounts += [found for found in [read_account(opener.store.told())] if found is not None]
-    rows = cast("list[Any]", exchange.gather_values([list(origin), [account.plain() for account in accounts]]))
-    return [Balance.of(each) for _, each_of in rows for each in each_of], [Origin(*row) for row, _ in rows]
+            figures = opener.store.told()
+            accounts += [found for found in [read_account(figures)] if found is not None]
+            pays = figures.get("mirrors_pay") if figures.get("world_size") == exchange.world_size else None
+    own = list(origin), [account.plain() for account in accounts], pays if isinstance(pays, bool) else None
+    starts, plain, (pays, *_) = zip(*cast("list[Any]", exchange.gather_values(list(own))), strict=True)
+    return pays, [Balance.of(each) for each_of in plain for each in each_of], [Origin(*row) for row in starts]
 
 
 def _joined(
@@ -173,6 +170,7 @@ def _joined(
     memory: RankMemory,
     markers: Markers,
     account: RunAccount,
+    pays: bool | None,
 ) -> OpenRun:
     """Make the tiers' workers, and all that captures for them."""
     policy, is_first = job.policy, job.exchange.is_coordinator
@@ -191,6 +189,7 @@ def _joined(
         plan=planner,
         device=job.device,
         may_lack_nodes=found is not None,
+        pays=pays,
     )
     workers = [HostWorker(memory, markers), storage, *peers]
     paced = None if policy.chains else job.config  # differences are taken at every step

@@ -103,7 +103,7 @@ class CheckpointSession:
         """
         started, job = time.perf_counter(), self.job
         with self._heap.keeping():
-            self._run, restoring = open_run(job, self._planner, self.clock, load=not stay)
+            self._run, layout, replay = open_run(job, self._planner, self.clock, load=not stay)
             run = self._run
             self.is_open, self._planner, found = True, run.planner, run.found
             if job.groups.stage_size > 1 and not job.view.boxes:  # forward of parameters in shards waits for others
@@ -117,14 +117,14 @@ class CheckpointSession:
             if job.config.audit_every_n_steps is not None:
                 self._trust(found)
             start = None if found is None else found.start
-            if found is not None and restoring is not None:
-                layout, outcome, replay = restoring
+            if found is not None and layout is not None:
                 if replay is None:
-                    self.repeats.go_on(self._take_up(found, layout, outcome), job.groups, job.engine)
+                    self.repeats.go_on(self._take_up(found, layout), job.groups, job.engine)
                     run.account.waits()
                 else:
                     start = self._load(found, layout, replay, started)
                 found.segments.clear()  # the replay has them, and lets go of each once it is settled
+                found.journals.clear()
         if start is None:
             self._heap.sweep()
         self._durations.start = time.perf_counter() - started
@@ -140,7 +140,7 @@ class CheckpointSession:
 
     def _load(self, found: RestoreSource, layout: WindowLayout, replay: Replay, started: float) -> Journal:
         load_found(found, replay, self.job.view.operators)
-        self.repeats.begin(replay, self._take_up(found, layout, replay.journals[0]["outcome"]))
+        self.repeats.begin(replay, self._take_up(found, layout))
         self._durations.restore = time.perf_counter() - started
         log.info(
             "resumes from %s, plan %s, at step %d in %.2f s; dense after %d replayed steps",
@@ -150,7 +150,7 @@ class CheckpointSession:
         start: Journal = replay.journals[0]["start"]
         return start
 
-    def _take_up(self, found: RestoreSource, layout: WindowLayout, outcome: Journal) -> WindowLayout:
+    def _take_up(self, found: RestoreSource, layout: WindowLayout) -> WindowLayout:
         """Go on planning from the restored generation."""
         self._planner.journal_had(found.journal_nbytes)
         layout = layout.mirrored(self._planner.mirroring)
@@ -158,7 +158,7 @@ class CheckpointSession:
             # Windows follow the restored plan, so that capture can go on during replay.
             self._planner.adopt(layout)
             self._run.capture.memory.use(layout)
-        self._planner.restore(outcome)
+        self._planner.restore(found.journals[0]["outcome"])
         return layout
 
     @property
@@ -474,6 +474,7 @@ class CheckpointSession:
             "goodput": run.account.document(),
             "measured": measured_figures(run),
             "audited": run.storage.audited,
+            "mirrors_pay": next((each.mirrors_pay for each in run.tiers.workers if each.mirrors_pay is not None), None),
             **({"suspects": list(self.suspects)} if self.suspects.ranks else {}),
             "audits": self.audit.document(),
             "slow_ranks": "" if run.tiers.stragglers is None else str(run.tiers.stragglers.figures),

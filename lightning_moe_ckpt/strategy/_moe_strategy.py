@@ -31,6 +31,7 @@ from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 from lightning_moe_ckpt.fit._callbacks import averaged_models
 from lightning_moe_ckpt.fit.loops import _port
 from lightning_moe_ckpt.launch import Supervised
+from lightning_moe_ckpt.launch._network import await_listener
 from lightning_moe_ckpt.moe import spread_experts
 from lightning_moe_ckpt.operators import is_sharded, whole_of
 from lightning_moe_ckpt.parallel import (
@@ -70,6 +71,7 @@ from lightning_moe_ckpt.strategy._stage import check_module
 
 log = rank_logger(__name__)
 
+_FIRST_RANK_SECONDS = 60.0
 _FORMING = timedelta(seconds=15)
 """Limit for making a process group under a supervisor, when all ranks have come; gloo may take it 5 times."""
 
@@ -292,9 +294,13 @@ class MoEStrategy(PipelinedStrategy):
         _built[self._sizes, self.timeout] = (dist.group.WORLD, groups)
 
     def _join_fresh_store(self) -> None:
-        """Use a fresh store under torchrun: a restarted process must not read the previous one's addresses."""
+        """Use a fresh store under torchrun: a restarted process must not read the previous one's addresses. Without, await rank 0's."""
         environment = self.cluster_environment
-        if environment is None or not shares_agent_store() or dist.is_initialized():
+        if environment is None or dist.is_initialized():
+            return
+        if not shares_agent_store():
+            if environment.node_rank() or environment.local_rank():
+                await_listener(environment.main_address, environment.main_port, _FIRST_RANK_SECONDS)
             return
         backend = self._backend
         rank, world_size = environment.global_rank(), environment.world_size()

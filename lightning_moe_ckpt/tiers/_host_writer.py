@@ -141,7 +141,7 @@ class Rings:
 
     def _register(self, ring: SegmentRing) -> SegmentRing:
         self._registered = ref(ring.memory)
-        self._engine.register(ring.memory)
+        self._engine.register(ring.memory, written=ring.is_adopted)
         return ring
 
     def _unregister(self) -> None:

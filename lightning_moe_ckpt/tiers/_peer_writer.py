@@ -401,12 +401,13 @@ def join_peers(
     plan: PeerPlan,
     device: torch.device,
     may_lack_nodes: bool = False,
+    pays: bool | None = None,
 ) -> list[PeerWorker]:
     """Return this rank's worker in the peer tier, as a list; empty if no rank keeps copies of others. Collective.
     Raises `ConfigurationError` on every rank if there are too few nodes, or the memory of one has no room.
 
     `dense_nbytes` are those of a snapshot of everything on this rank, on `device`. With `may_lack_nodes` there may be
-    fewer nodes than copies, since a run goes on without some.
+    fewer nodes than copies, since a run goes on without some. `pays` is what `mirrors_pay` has returned in an earlier start, if known.
     """
     domains, sizes = _domains(config.failure_domains, exchange, groups, dense_nbytes)
     replicas = _replicas(config, len({domain.node for domain in domains}) - 1, may_lack_nodes=may_lack_nodes)
@@ -423,7 +424,9 @@ def join_peers(
         log.info("%s", survival_summary(placement))
     mirroring = mirroring_of(placement, groups.rank, peers)
     if config.redundancy == "auto":
-        mirrors = all(room) and mirrors_pay(group, placement, exchange, device, replicas)
+        if all(room) and pays is None:
+            pays = mirrors_pay(group, placement, exchange, device, replicas)
+        mirrors = all(room) and bool(pays)
     else:
         mirrors = config.redundancy
     if not mirrors:
@@ -448,7 +451,7 @@ def join_peers(
     worker = PeerWorker(
         replication, markers, resumed=resumed, keep=keep, room=plan.peer_room, deltas=deltas, chains=plan.chains
     )
-    worker.audiences, worker.mirroring = plan.peer_audiences, mirroring
+    worker.audiences, worker.mirroring, worker.mirrors_pay = plan.peer_audiences, mirroring, pays
     return [worker]
 
 

@@ -70,6 +70,9 @@ log = rank_logger(__name__)
 class SegmentRing(ExpertCopies):
     """Slots in a mapped file. Make a ring with `create` or `adopt`."""
 
+    is_adopted = False
+    """Whether an earlier process has made the ring, and written to its pages."""
+
     @classmethod
     def create(
         cls,
@@ -119,6 +122,7 @@ class SegmentRing(ExpertCopies):
         ring = cls(path, file.memory[RING_HEADER_NBYTES:], header.slot_nbytes, file=file, header=header)
         ring.lay(header.num_slots)  # one block: `make` divides the slots of a ring that it puts into use
         ring._restore_published()
+        ring.is_adopted = True
         return ring
 
     @property

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -62,7 +62,7 @@ class Case:
     replicas: int = 1
     model: str = "stacked"
 
-    def setup(self, *, redundancy: bool) -> Setup:
+    def setup(self, *, redundancy: bool | Literal["auto"]) -> Setup:
         """A generation at every second step."""
         arguments = (("redundancy", redundancy), ("replicas", self.replicas))
         return Setup(
@@ -110,6 +110,16 @@ def test_a_node_that_dies_comes_back_from_copies_that_were_not_sent(
     assert re.search(rf"ranks? [^\n]*\b{case.dies}\b[^\n]*: [^\n]*from peer", said), said
     assert "has other bytes" not in "".join(lives[0].log(rank) for rank in range(lives[0].world_size))
     assert nodes.files() == []
+
+
+def test_only_the_first_start_measures_whether_it_pays(campaigns: Campaigns, folder: Path) -> None:
+    """The run's log has what it found, for a restart that has better things to do."""
+    case = CASES["unequal nodes"]
+    nodes, setup = Nodes(folder, case.placed, dies=1), case.setup(redundancy="auto")
+    kill = Kill(phase="forward", step=AWAITED + 1, rank=case.dies)
+    lives = campaigns.check(setup, kill, may_complain=True, fit=partial(train_told, setup, nodes))
+    measured = ["copies from own state run at" in life.log() for life in lives]
+    assert measured == [True, False]
 
 
 @pytest.mark.soak

@@ -48,10 +48,10 @@ def test_strangers_take_no_descriptor_and_do_not_disturb_the_ranks() -> None:
     """Four hundred connections to a rank that may open 200 descriptors; before its groups are whole, and after."""
 
     def work(rank: int) -> tuple[int, int, int]:
-        default = {port for _, (_, port) in listening().values()}
+        default = {port for _, port in listening().values()}
         groups = build_groups()
         group = groups.groups["replicate"]
-        own = torch.tensor([port for _, (_, port) in listening().values() if port not in default][:3])
+        own = torch.tensor([port for _, port in listening().values() if port not in default][:3])
         ports = [torch.empty_like(own) for _ in range(2)]
         dist.all_gather(ports, own, group=group)
         held, answered = descriptors(), 0

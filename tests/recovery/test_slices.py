@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lightning_moe_ckpt.recovery import _replay
 from lightning_moe_ckpt.recovery._replay import _copies
 
 TYPES = [
@@ -23,10 +26,13 @@ TYPES = [
 ]
 
 
+@pytest.mark.parametrize("large", [1, 2**15])
 @settings(deadline=None, max_examples=200)
 @given(st.data(), st.sampled_from(TYPES))
-def test_slices_are_loaded_as_one_by_one(data: st.DataObject, types: tuple[torch.dtype, torch.dtype]) -> None:
-    """Equal ones in any order, a part of them, others of another size between, and gaps in both places."""
+def test_slices_are_loaded_as_one_by_one(
+    large: int, data: st.DataObject, types: tuple[torch.dtype, torch.dtype]
+) -> None:
+    """Equal ones in any order, a part of them, others of another size between, and gaps in both places; also those that go by address."""
     stored, live = types
     size, gap = data.draw(st.integers(1, 5)), data.draw(st.integers(0, 3))
     sizes = [size + data.draw(st.sampled_from([0, 0, 0, 1])) for _ in range(data.draw(st.integers(1, 9)))]
@@ -42,7 +48,8 @@ def test_slices_are_loaded_as_one_by_one(data: st.DataObject, types: tuple[torch
     for place, index in zip(at, taken, strict=True):
         value = source[place : place + sizes[index] * stored.itemsize].view(stored)
         expected[int(starts[index]) : int(starts[index]) + sizes[index]] = value.to(live)
-    load(found, source, np.array(at), stored, (starts[taken], np.array(sizes)[taken]))
+    with patch.object(_replay, "_LARGE_ROW_NBYTES", large):
+        load(found, source, np.array(at), stored, (starts[taken], np.array(sizes)[taken]))
     assert torch.equal(bits(found), bits(expected))
 
 

@@ -244,7 +244,7 @@ class _Parts(NamedTuple):
     def of(cls, module: nn.Module) -> _Parts:
         parts = dict(module.named_modules())
         children = [part._modules for part in parts.values()]
-        metrics = [(name, part) for name, part in parts.items() if isinstance(part, Metric)]
+        metrics = [(name, part) for name, part in parts.items() if Metric in type(part).__mro__]
         return cls([*parts.values()], metrics, children, list(map(tuple, children)), [*_all(children)])
 
     @property

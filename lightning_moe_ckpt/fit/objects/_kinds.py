@@ -35,6 +35,7 @@ from lightning_moe_ckpt.fit.objects._users import (
     MOST_ITEMS,
     MOST_PLAIN_ITEMS,
     SEARCHED,
+    has_base,
     has_state,
     in_state,
     is_library,
@@ -431,14 +432,18 @@ def kind_of(value: Any, *, is_new: bool) -> tuple[type[Node] | None, Collection[
     for base, kind in _SEARCHED_AS.items():
         if isinstance(value, base):
             return kind if _is_searched(value) else None, () if users and base in {list, deque, set, dict} else None
-    if isinstance(value, Metric):
+    if has_base(type(value), [Metric]):
         return Node, metrics_own() - {"_update_count", "_computed"}
     if isinstance(value, nn.Module | Optimizer):
         return Stateful, None
-    if not is_new and not isinstance(value, MADE_BY_LIGHTNING) and has_state(value):
+    made_by_lightning = has_base(type(value), MADE_BY_LIGHTNING)
+    if not is_new and not made_by_lightning and has_state(value):
         return Stateful, in_state(value) if users else None
-    searched = users or isinstance(value, SEARCHED)
-    if isinstance(value, MADE_BY_LIGHTNING) or not searched or callable(getattr(value, "__next__", None)):
+    if (
+        made_by_lightning
+        or not (users or has_base(type(value), SEARCHED))
+        or callable(getattr(value, "__next__", None))
+    ):
         return None, None
     return (Node, ()) if hasattr(value, "__dict__") or slots_of(type(value)) else (None, None)
 

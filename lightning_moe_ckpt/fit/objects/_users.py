@@ -68,6 +68,11 @@ _STATE: dict[str, str] = {
 """Modules of the standard library whose objects have state that no journal can hold."""
 
 
+def has_base(kind: type, bases: Iterable[type]) -> bool:
+    """Return whether one of `bases` is among a class's own. `issubclass` lets an abstract base ask all of its subclasses, a thousand."""
+    return not set(kind.__mro__).isdisjoint(bases)
+
+
 def is_library(kind: type) -> bool:
     """Return whether a class is a library's, and not of the user's own package with the same name."""
     return _is_library(kind.__module__.partition(".")[0])
@@ -162,6 +167,8 @@ _OPAQUE = (
     *(Trainer, LightningModule, LightningDataModule, Callback, DataLoader, Optimizer),
 )
 """Types not searched: they hold no generator, or are searched under a name of their own."""
+_CONTAINERS = {dict, OrderedDict, list, tuple}
+"""Types of which an empty object is not searched: a module has ten."""
 
 
 def held_by(objects: Mapping[str, object]) -> dict[str, HeldGenerator]:
@@ -194,12 +201,19 @@ def _places(name: str, owner: object, seen: set[int], depth: int) -> Iterator[tu
     for key in keys:
         with contextlib.suppress(Exception):  # a foreign object may raise anything, and `Values` names it
             value = _get(namespace, key)
-            if isinstance(value, GENERATORS):
+            kind: Any = type(value)
+            if (holds := _may_hold(kind)) is None:
                 if id(value) not in seen:
                     seen.add(id(value))
                     yield f"{name}.{key}", (namespace, key)
-            elif depth and not isinstance(value, _OPAQUE):
+            elif depth and holds and (kind not in _CONTAINERS or value):
                 yield from _places(f"{name}.{key}", value, seen, depth - 1)
+
+
+@functools.cache
+def _may_hold(kind: type) -> bool | None:
+    """Return whether objects of a class may hold generators; `None` for a generator."""
+    return None if has_base(kind, GENERATORS) else not has_base(kind, _OPAQUE)
 
 
 def _inside(owner: object) -> tuple[Any, Sequence[Any]]:

@@ -35,7 +35,7 @@ from lightning_moe_ckpt.fit.objects._kinds import (
     same,
     size_of,
 )
-from lightning_moe_ckpt.fit.objects._users import MADE_BY_LIGHTNING, has_state, space_of, why_not
+from lightning_moe_ckpt.fit.objects._users import MADE_BY_LIGHTNING, has_base, has_state, space_of, why_not
 from lightning_moe_ckpt.journal import NATIVE, Missing, Text, fixed, found, name_of, read_named
 
 log = rank_logger(__name__)
@@ -100,7 +100,9 @@ class Values:
         for name, (each, left_out) in owners.items():
             if name not in self._roots and not self.is_untouched(name):
                 # A loading data set is told where its next iterator begins: see `fit/_data.py`.
-                apart = isinstance(each, (nn.Module, *MADE_BY_LIGHTNING)) or name.startswith(("loader", "validation"))
+                apart = has_base(type(each), (nn.Module, *MADE_BY_LIGHTNING)) or name.startswith(
+                    ("loader", "validation")
+                )
                 kind = Stateful if has_state(each) and not apart else Node
                 self._roots[name] = kind(name, each, left_out, is_new=False)
         self._active = [node for name, node in self._roots.items() if name not in self._still]
@@ -229,7 +231,7 @@ class Values:
         if made is not None:
             node.parts.append(made)
             return ("ref", made.name)
-        return ("kept", 0) if isinstance(value, MADE_BY_LIGHTNING) else None  # Lightning keeps it in every process
+        return ("kept", 0) if has_base(type(value), MADE_BY_LIGHTNING) else None  # Lightning keeps it in every process
 
     def _fixed(self, value: Any, place: str, node: Node, end: str) -> Text | None:
         """Describe an immutable value, items of tuples aside; `None` for a mutable value."""
