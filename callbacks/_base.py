@@ -25,8 +25,9 @@ from lightning_moe_ckpt.fit import Audits, FitSession, InPlace, OnlyBeats, Watch
 from lightning_moe_ckpt.fit._callbacks import tries_only
 from lightning_moe_ckpt.fit._cli import explain_errors
 from lightning_moe_ckpt.fit._files import LightningResume, let_best_come_first
-from lightning_moe_ckpt.fit._rerun import Rerun, silence_loggers
+from lightning_moe_ckpt.fit._rerun import Rerun
 from lightning_moe_ckpt.fit._stops import name_status
+from lightning_moe_ckpt.fit.loggers._once import silence_loggers
 from lightning_moe_ckpt.fit.loops._trainer import callbacks_of
 from lightning_moe_ckpt.goodput import Goodput
 from lightning_moe_ckpt.launch import DENSIFY, RerunRequest

@@ -6,9 +6,7 @@ journal has its losses: so those are known that end inside a stored window, or w
 
 from __future__ import annotations
 
-import functools
 import importlib
-import inspect
 import json
 import os
 import re
@@ -22,8 +20,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import Logger
-from lightning.pytorch.loggers.logger import DummyLogger
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -254,43 +250,3 @@ class StepDump:
 
 def _key(entry: Any) -> Any:
     return next(getattr(entry, name) for name in ("key", "idx", "name") if hasattr(entry, name))
-
-
-_READS = {"name", "version", "group_separator", "save_dir", "root_dir", "log_dir", "experiment"}
-
-
-def silence_loggers(folder: Path) -> None:
-    """Let the loggers of every trainer of this process write nothing; user code finds `folder` as their folder. Call once.
-
-    Each logger gets a subclass of its own class, so that code that asks for its kind, or its `experiment`, finds them.
-    """
-    for name in () if hasattr(Trainer.fit, "is_silent") else ("__init__", "fit"):
-        setattr(Trainer, name, _silencing(getattr(Trainer, name), folder))
-
-
-def _silencing(method: Any, folder: Path) -> Any:
-    @functools.wraps(method)
-    def wrapped(self: Trainer, *args: Any, **options: Any) -> Any:
-        for logger in self.loggers if method.__name__ == "fit" else ():
-            _silence(logger, folder)
-        result = method(self, *args, **options)
-        for logger in self.loggers:  # a script may log before it trains
-            _silence(logger, folder)
-        return result
-
-    vars(wrapped)["is_silent"] = True
-    return wrapped
-
-
-def _silence(logger: Logger, folder: Path) -> None:
-    cls = type(logger)
-    if hasattr(cls, "is_silent"):
-        return
-    kept = {*vars(object), *_READS}
-    found = inspect.getmembers_static(cls)
-    writes = [name for name, each in found if name[0] != "_" and name not in kept and inspect.isfunction(each)]
-    members: dict[str, Any] = dict.fromkeys(writes, lambda *_, **__: None)
-    members |= {name: property(lambda _: folder) for name in ("save_dir", "root_dir") if hasattr(cls, name)}
-    experiment = DummyLogger().experiment
-    members |= {"experiment": property(lambda _: experiment), "is_silent": True, "__module__": cls.__module__}
-    logger.__class__ = type(cls.__name__, (cls,), {**members, "__qualname__": cls.__qualname__})

@@ -94,8 +94,20 @@ Plays: TypeAlias = Mapping[int, Mapping[int, Sequence[Trace]]]
 An owner's are the step that counts, its repetitions, and last that from the bytes that were sent to others."""
 
 
-def judge(plays: Plays, replica: Callable[[int], int]) -> Judgement:
-    """Return the ranks that repeated plays show to be at fault; `replica` returns a rank's replica, wrong as a whole if one rank is."""
+def judge(plays: Plays, replica: Callable[[int], int], partings: Mapping[str, str] | None = None) -> Judgement:
+    """Return the ranks that repeated plays show to be at fault.
+
+    Args:
+        plays: traces.
+        replica: returns a rank's replica, wrong as a whole if one rank is.
+        partings: operations in which repetitions parted first, by what parted: `code` or arguments that called for them, `device`,
+            the result of one and the same work, or `elsewhere`. Without any the repetitions of each role are equal.
+    """
+    if partings and ("code" in partings or "device" not in partings):
+        where = partings.get("code") or next(iter(partings.values()))
+        return Judgement(
+            harmless=f"a step depends on what other ranks are not given, or on how often it is done: first in `{where}`"
+        )
     by_role: dict[int, dict[int, Sequence[Trace]]] = {}
     for player, roles in plays.items():
         for owner, traces in roles.items():

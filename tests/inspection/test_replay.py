@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from inspection._runs import Small
 from lightning_moe_ckpt.cli import main
 from lightning_moe_ckpt.errors import StorageRefused
-from lightning_moe_ckpt.fit._rerun import _silence
+from lightning_moe_ckpt.fit.loggers._once import _silence
 from lightning_moe_ckpt.launch import RERUN
 from lightning_moe_ckpt.storage import RunStore, open_backend
 

@@ -7,19 +7,22 @@ dropped. The step that counts is digested in the same places, so it is audited i
 
 from __future__ import annotations
 
+import functools
 import sys
 import traceback
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import is_dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,40 +31,51 @@ from typing_extensions import Self, override
 from xxhash import xxh3_64_intdigest
 
 from lightning_moe_ckpt.coordination import Exchange
+from lightning_moe_ckpt.errors import CheckpointError, CodecError
 from lightning_moe_ckpt.fit._run import FitSession
+from lightning_moe_ckpt.fit.objects._users import space_of
 from lightning_moe_ckpt.journal import HeldGenerator, capture_rng, decode, encode, restore_rng
 from lightning_moe_ckpt.operators import OperatorSet
 from lightning_moe_ckpt.parallel._upstream import digests_of
-from lightning_moe_ckpt.process import MADE, Messages, Trace
+from lightning_moe_ckpt.process import MADE, RECEIVED, Messages, Trace
 
 _WORD = 2**64
-_IN_ANY_ORDER = ("alltoall", "all_to_all", "send", "recv", "wait", "barrier", "broadcast")
+_IN_ANY_ORDER = ("alltoall", "all_to_all", "send", "recv", "wait", "barrier")
+_AVERAGES = ("running_mean", "running_var")
+Parting: TypeAlias = Literal["code", "device", "elsewhere"]
+"""First difference of two plays: in what was called for, in a result, or in what came from outside the play's operations."""
 
 
 class Play:
     """Digests of one forward and backward while entered: this rank's messages, and gradients in `module` by operator."""
 
-    def __init__(self, module: LightningModule, operators: OperatorSet, *, keeps: bool = False) -> None:
+    def __init__(self, module: LightningModule, operators: OperatorSet, operations: Operations | None = None) -> None:
+        self.operations, self.failed = operations, ""
+        """Operations of a play apart from training, `None` for the step that counts; and why it could not be played."""
         self._parts: dict[str, list[tuple[str, slice]]] = {}
         for operator in operators:
             for piece in operator.slices:
                 self._parts.setdefault(piece.fqn, []).append((operator.name, slice(piece.start, piece.stop)))
         self._params = {fqn: each for fqn, each in module.named_parameters() if each.requires_grad}
-        self._keeps, self._handles = keeps, list[RemovableHandle]()
+        self._handles = list[RemovableHandle]()
         self._messages: list[tuple[int, Tensor | int]] = []
         self._made: list[tuple[str, Tensor | int]] = []
 
     def __enter__(self) -> Self:
         Messages.listener = self._hear
+        if self.operations is not None:
+            self.operations.__enter__()  # type: ignore[no-untyped-call]
         for fqn, param in self._params.items():
             self._handles.append(param.register_hook(partial(self._take, fqn)))  # type: ignore[no-untyped-call]
-            if not self._keeps:
+            if self.operations is not None:
                 dropped = param.register_post_accumulate_grad_hook(_drop)  # type: ignore[no-untyped-call]
                 self._handles.append(dropped)
         return self
 
     def __exit__(self, *_: object) -> None:
         Messages.listener = None
+        if self.operations is not None:
+            self.operations.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         while self._handles:
             self._handles.pop().remove()
 
@@ -79,8 +93,16 @@ class Play:
         made = xxh3_64_intdigest(repr(self.gradients).encode()) - _WORD // 2
         return [*([kind, int(digest)] for kind, digest in self._messages), [MADE, made]]
 
+    @property
+    def rows(self) -> bytes:
+        """`Operations.rows` as bytes, and one row more, so that there is one."""
+        assert self.operations is not None
+        return np.array([*self.operations.rows, (0, 0, 0)], np.int64).tobytes()
+
     def _hear(self, kind: int, tensors: Sequence[Tensor]) -> None:
         self._messages += [(kind, digest) for digest in digests_of(tensors)]
+        if kind == RECEIVED and self.operations is not None:
+            self.operations.received(tensors)
 
     @torch.no_grad()
     def _take(self, fqn: str, grad: Tensor) -> None:
@@ -120,19 +142,132 @@ def play_step(trainer: Trainer, module: LightningModule, arguments: tuple[Any, .
         module.backward(loss if scaler is None else scaler.scale(loss))
 
 
-class Asked(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves these untyped
-    """Names of operations between ranks, while entered, whose result depends on the ranks' order; not of logged values."""
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves these untyped
+    """Tensor operations of a play, while entered: what they overwrite is copied before, and `restore` puts it back.
 
-    def __init__(self) -> None:
+    With `listed` each operation leaves digests of its arguments and of its result in `rows`. Arguments that the play has made itself
+    count by the operation that made them, so the first rows that differ tell a device from code: the same operation on the same
+    arguments has another result, or code has called for something else.
+    """
+
+    def __init__(self, *, listed: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: set[str] = set()
+        self.asked: set[str] = set()
+        """Names of operations between ranks whose result depends on the ranks' order; not of logged values."""
+        self.rows: list[tuple[int, int, int]] = []
+        """Digests of arguments, of arguments that came from elsewhere, and of the result, by operation."""
+        self.names: list[str] = []
+        """Names of operations; with a star where the result is random."""
+        self._listed = listed
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        """Memory of the play itself, with its last operation; -1 if others fill it. A weak reference keeps the key from being given again."""
+        self._kept: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        """Memory from before the play, with a copy."""
+        self._digests: dict[tuple[Any, ...], int] = {}
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if "c10d" in func.namespace and not name.startswith(_IN_ANY_ORDER) and not _is_logged():
-            self.found.add(name)
-        return func(*args, **(kwargs or {}))
+        if not {Tensor, nn.Parameter}.issuperset(types):
+            return NotImplemented  # a kind of tensor that is made of others, on which operations follow
+        kwargs, between = kwargs or {}, "c10d" in func.namespace
+        name, names, written = _known(func)
+        tensors = [*_tensors((args, kwargs))]
+        if between and not name.startswith(_IN_ANY_ORDER) and not _is_logged():
+            self.asked.add(name)
+        over = [*_tensors([_argument(at, names, args, kwargs) for at in written])]
+        for each in tensors if between else over:
+            self._keep(each)
+        listed = self._listed and not between
+        key = self._key(func, [args, kwargs], {*map(id, over)}) if listed else (0, 0)
+        result = func(*args, **kwargs)
+        at = -1 if between or name.startswith(("empty", "new_empty")) else len(self.rows)
+        before = {each.untyped_storage()._cdata for each in tensors if each.layout is torch.strided}
+        made = [each for each in _tensors([result]) if each.layout is torch.strided]
+        for each in tensors if between else made:
+            if each.layout is torch.strided and ((place := each.untyped_storage()._cdata) not in before or between):
+                self._made[place] = StorageWeakRef(each.untyped_storage()), at
+        if listed and at >= 0:
+            for each in over:
+                if (place := each.untyped_storage()._cdata) in self._made:
+                    self._made[place] = self._made[place][0], at
+            self.rows.append((*key, self._result(result)))
+            self.names.append(name + "*" * (torch.Tag.nondeterministic_seeded in func.tags))
+        return result
+
+    def received(self, tensors: Iterable[Tensor]) -> None:
+        """Note that another rank has filled tensors."""
+        for each in tensors:
+            self._made[each.untyped_storage()._cdata] = StorageWeakRef(each.untyped_storage()), -1
+
+    def restore(self) -> set[int]:
+        """Put back what was overwritten, and return the keys of this memory."""
+        for storage, copy in self._kept.values():
+            if storage.nbytes() != copy.nbytes():
+                storage.resize_(copy.nbytes())
+            storage.copy_(copy)
+        return {*self._kept}
+
+    def _keep(self, tensor: Tensor) -> None:
+        if tensor.layout is not torch.strided:
+            raise CheckpointError("it writes into a sparse tensor")
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._made and storage._cdata not in self._kept:
+            self._kept[storage._cdata] = storage, storage.clone()
+
+    def _key(self, func: Any, given: Any, over: Collection[int]) -> tuple[int, int]:
+        own, foreign = [str(func)], list[int]()
+        for each in pytree.tree_leaves(given):
+            if not isinstance(each, Tensor):
+                own += [] if isinstance(each, torch.device | torch.Generator) else [repr(each)]
+            elif each.layout is not torch.strided:
+                own.append(str(each.layout))
+            elif (made := self._made.get(each.untyped_storage()._cdata)) is None:
+                own.append(
+                    f"{self._digest(each)} {[n for size, n in zip(each.shape, each.stride(), strict=True) if size > 1]}"
+                )
+            elif made[1] >= 0:
+                own.append(f"{made[1]} {each.shape} {each.stride()} {each.storage_offset()}")
+            elif id(each) not in over:
+                foreign.append(self._digest(each))
+        return _hash(own), _hash(foreign)
+
+    def _digest(self, tensor: Tensor) -> int:
+        version = -1 if tensor.is_inference() else tensor._version
+        place = (tensor.untyped_storage()._cdata, version, tensor.shape, tensor.stride(), tensor.storage_offset())
+        if place not in self._digests:
+            self._digests[place] = int(digests_of([tensor])[0])
+        return self._digests[place]
+
+    def _result(self, result: Any) -> int:
+        leaves = pytree.tree_leaves(result)
+        dense = [each for each in leaves if isinstance(each, Tensor) and each.layout is torch.strided]
+        return _hash([*map(int, digests_of(dense)), *(repr(each) for each in leaves if not isinstance(each, Tensor))])
+
+
+def _hash(values: Sequence[object]) -> int:
+    return xxh3_64_intdigest(repr(values).encode()) - _WORD // 2
+
+
+@functools.lru_cache(maxsize=4096)
+def _known(func: Any) -> tuple[str, list[str], list[int]]:
+    """Return an operation's name, the names of its arguments, and the places of those that it overwrites."""
+    arguments = func._schema.arguments
+    names = [each.name for each in arguments]
+    written = [at for at, each in enumerate(arguments) if each.alias_info is not None and each.alias_info.is_write]
+    # Schemas of normalization do not say that they write their averages.
+    return func.overloadpacket.__name__, names, written or [at for at, name in enumerate(names) if name in _AVERAGES]
+
+
+def _argument(at: int, names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return args[at] if at < len(args) else kwargs.get(names[at])
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for each in values.values() if isinstance(values, dict) else values:
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, list | tuple | dict):
+            yield from _tensors(each)
 
 
 def _is_logged() -> bool:
@@ -141,25 +276,37 @@ def _is_logged() -> bool:
     return any("logger_connector" in frame.f_code.co_filename for frame, _ in stack)
 
 
+def parting(own: bytes, other: bytes, names: Sequence[str]) -> tuple[Parting, str] | None:
+    """Return why two plays' operations part first, and in which one of the own; `None` if they do not."""
+    rows, others = (np.frombuffer(each, np.int64).reshape(-1, 3)[:-1] for each in (own, other))
+    number = min(len(rows), len(others))
+    differing = (rows[:number] != others[:number]).any(1).nonzero()[0]
+    at = int(differing[0]) if len(differing) else number
+    if at == number:
+        return None if len(rows) == len(others) else ("code", "their number")
+    name = names[at]
+    if rows[at, 0] != others[at, 0] or name.endswith("*"):
+        return "code", name.rstrip("*")
+    return "elsewhere" if rows[at, 1] != others[at, 1] else "device", name
+
+
 class Role:
     """Inputs to this rank's step beside weights, as the step begins; `take_up` puts another rank's in their place."""
 
     def __init__(self, trainer: Trainer, module: LightningModule, run: FitSession, arguments: tuple[Any, ...]) -> None:
         self._module, self._run, self._device = module, run, trainer.strategy.root_device
-        self._batch, self._others = arguments[0], arguments[1:]
+        self._arguments = arguments
         wrapper: Any = trainer.model
         if isinstance(wrapper, DistributedDataParallel) and wrapper._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]
             wrapper._sync_buffers()  # type: ignore[no-untyped-call]  # as forward is about to do
 
     def sent(self, *, buffers: bool) -> bytes:
         """Return this rank's role. Raises `CodecError` for a batch with values of types that a journal lacks."""
-        batch = _plain(self._batch)
         random = dict(capture_rng(held=self._held()))
         if "cuda" in random:
             random["cuda"] = random["cuda"][self._device.index or 0]
-        own = {"batch": batch, "others": self._others, "random": random, "part": self._run.part_of_step()}
-        own["moved"] = [isinstance(each, Tensor) and each.device == self._device for each in pytree.tree_leaves(batch)]
-        return encode({**own, "buffers": dict(self._module.named_buffers()) if buffers else {}})
+        own = {"arguments": _packed(self._arguments, self._device), "random": random, "part": self._run.part_of_step()}
+        return encode({**own, "buffers": dict(self._module.named_buffers()) if buffers else None})
 
     def buffers_digest(self) -> int:
         found = [int(digest) for digest in digests_of([*self._module.buffers()])]
@@ -169,13 +316,8 @@ class Role:
     def take_up(self, sent: bytes) -> tuple[Any, ...]:
         """Put everything in place for a role, and return its step's arguments. The caller undoes that."""
         role = decode(sent)
-        own = dict(self._module.named_buffers())
-        for name, value in role["buffers"].items():
-            if own[name].shape == value.shape:
-                own[name].copy_(value)
-            else:
-                owner, _, key = name.rpartition(".")
-                self._module.get_submodule(owner)._buffers[key] = value.to(own[name].device)
+        if role["buffers"] is not None:
+            self._take_buffers(role["buffers"])
         self._run.take_part_of_step(role["part"])
         random, held = role["random"], self._held()
         if "cuda" in random:
@@ -183,29 +325,74 @@ class Role:
             here["cuda"][self._device.index or 0] = random["cuda"]
             random |= {"cuda": here["cuda"]}
         restore_rng(random, held=held)
-        leaves, shape = pytree.tree_flatten(role["batch"])
-        pairs = zip(leaves, role["moved"], strict=True)
-        # A copy: what is decoded lies in the middle of a message, and kernels may round otherwise there.
-        leaves = [each.to(self._device, copy=True) if moves else each for each, moves in pairs]
-        return _like(self._batch, pytree.tree_unflatten(leaves, shape)), *role["others"]
+        arguments: tuple[Any, ...] = _unpacked(role["arguments"], self._device)
+        return arguments
+
+    def _take_buffers(self, values: Mapping[str, Tensor]) -> None:
+        own = dict(self._module.named_buffers())
+        for name in {**own, **values}:
+            owner, _, key = name.rpartition(".")
+            place, value = self._module.get_submodule(owner)._buffers, values.get(name)
+            if value is None:
+                del place[key]  # made by a step of this rank alone
+            elif name in own and own[name].shape == value.shape:
+                own[name].copy_(value)
+            else:
+                place[key] = value.to(self._device)
 
     def _held(self) -> Mapping[str, HeldGenerator]:
         return {str(at): each for at, each in enumerate(self._run.generators())}
 
 
-def _plain(batch: Any) -> Any:
-    """Return a batch as a type that can be sent, where it is another mapping, or a dataclass."""
-    if is_dataclass(batch) and not isinstance(batch, type):
-        return {field.name: getattr(batch, field.name) for field in fields(batch)}
-    return dict(batch) if isinstance(batch, Mapping) and type(batch) is not OrderedDict else batch
+def _packed(value: Any, device: torch.device) -> Any:
+    """Return a batch as nodes that a journal can hold: kind, class, content. Nothing of a class but its name is sent."""
+    kind, within = type(value), functools.partial(_packed, device=device)
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    if isinstance(value, Tensor):
+        return ["tensor", value.device == device, value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return ["fields", name, [[key, within(each)] for key, each in space_of(value).items()]]
+    if isinstance(value, tuple | list) and (kind in (tuple, list) or isinstance(value, tuple)):
+        return ["items", name, [*map(within, value)]]
+    if isinstance(value, dict) and kind not in (OrderedDict, defaultdict, Counter):
+        return [
+            "pairs",
+            name,
+            [[key, within(each)] for key, each in value.items()],
+            within(getattr(value, "__dict__", {}) or None),
+        ]
+    if isinstance(value, Mapping) and not isinstance(value, dict):
+        return ["mapping", name, [[key, within(each)] for key, each in value.items()]]
+    return ["plain", "", value]
 
 
-def _like(own: Any, batch: Any) -> Any:
-    """Invert `_plain`: give a batch the type that this rank's own has."""
-    if is_dataclass(own) and not isinstance(own, type):
-        return replace(own, **batch)
-    make: Any = type(own)
-    return make(batch) if isinstance(own, Mapping) and make is not dict else batch
+def _unpacked(node: Any, device: torch.device) -> Any:
+    """Invert `_packed`. No code of a class is run but a mapping's constructor. Raises `CodecError` for a class that is not here."""
+    kind, name, content, *more = node
+    within = functools.partial(_unpacked, device=device)
+    if kind == "tensor":
+        # A copy: what is decoded lies in the middle of a message, and kernels may round otherwise there.
+        return content.to(device, copy=True) if name else content
+    if kind == "plain":
+        return content
+    module, _, path = name.partition(":")
+    try:
+        found: Any = functools.reduce(getattr, path.split("."), sys.modules[module])
+    except (KeyError, AttributeError) as error:
+        raise CodecError(f"the class `{path}` of a batch is not known on every rank") from error
+    if kind == "items":
+        items = [*map(within, content)]
+        return items if found is list else tuple.__new__(found, items)
+    pairs = {key: within(each) for key, each in content}
+    if kind == "mapping":
+        return found(pairs)
+    made = found.__new__(found)
+    if kind == "pairs":
+        dict.update(made, pairs)
+        pairs = within(more[0]) or {}
+    for key, each in pairs.items():
+        object.__setattr__(made, key, each)
+    return made
 
 
 def pass_on(exchange: Exchange, own: bytes, *, to: int, source: int) -> bytes | None:
