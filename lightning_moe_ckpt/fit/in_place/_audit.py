@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Literal, cast
 
@@ -91,14 +92,14 @@ class Audits:
         began, step = time.perf_counter(), self._trainer.global_step + 1
         sessions = self._run.sessions
         is_new = sessions.now is not self._session
+        if self._own is not None and not is_new:  # a step that gave no loss has no backward
+            self._skipped()
         if (step == self._step and not is_new) or sessions.standing is not Standing.TOGETHER:
             return  # a later batch of this step, or a stage that repeats steps alone
-        if self._own is not None:  # a step that gave no loss has no backward
-            self._skipped()
         self._step = step
         if is_new:  # groups were made anew: ranks may be new that know nothing of the audits before
             self._session, self._turn, self.clock = sessions.now, "watched", self._run.clock
-            self._trusted, self._known = {*sessions.now.suspects.trusted}, set()
+            self._trusted, self._known, self._usual = {*sessions.now.suspects.trusted}, set(), set()
         self.close()
         self._say_cost()
         due = self._turn != "ordinary" or step % self._every == 0
@@ -258,11 +259,17 @@ class Audits:
         assert self._role is not None
         before, operations = Operations(), Operations(listed=listed)
         play = Play(self._module, self._run.session.job.operators, operations)
-        undo, arguments, role = None, self._arguments, self._role
+        arguments, role = self._arguments, self._role
         counts = [undo for counter in [*LoadCounter.installed] for undo in counter.hold()]  # a play is no step
-        with gradients_aside(self._module), silenced(self._trainer.loggers), set_stance("force_eager"):
+        with (
+            gradients_aside(self._module),
+            silenced(self._trainer.loggers),
+            set_stance("force_eager"),
+            ExitStack() as stack,
+        ):
             try:
                 undo = PlayUndo(self._trainer, self._module, self._run, self._arguments)
+                stack.callback(undo.undo, operations, before)
                 reasons = [*self._unplayable(), *(f"a step could use up {each}" for each in undo.unheld)]
                 play.failed = self._unsent or "; ".join(reasons)
                 if sent and not play.failed:
@@ -272,8 +279,6 @@ class Audits:
                 play.failed = f"another rank's part of a step cannot be taken: {type(error).__name__}: {error}"
             if self._exchange.all_agree(sent is not None and not play.failed):
                 self._play(play, arguments)
-            if undo is not None:
-                undo.undo(operations, before)
         for each in counts:
             each()
         return play
@@ -348,7 +353,7 @@ class Audits:
                 traces.setdefault(self._at(each), []).append(plays[-1].trace)
                 rows = pass_on(self._exchange, plays[-1].rows, to=self._at(each), source=self._at(-each))
                 found.append(self._parting(plays[0], rows or b""))
-            after.undo()
+            after.put_back()
         watch.accesses.close()
         self._leave_out([*self._failures(plays)])
         if self.figures.left_out:

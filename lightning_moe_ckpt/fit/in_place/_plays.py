@@ -199,13 +199,12 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch l
         for each in tensors:
             self._made[each.untyped_storage()._cdata] = StorageWeakRef(each.untyped_storage()), -1
 
-    def restore(self) -> set[int]:
-        """Put back what was overwritten, and return the keys of this memory."""
+    def restore(self) -> None:
+        """Put back what was overwritten."""
         for storage, copy in self._kept.values():
             if storage.nbytes() != copy.nbytes():
                 storage.resize_(copy.nbytes())
             storage.copy_(copy)
-        return {*self._kept}
 
     def _keep(self, tensor: Tensor) -> None:
         if tensor.layout is not torch.strided:

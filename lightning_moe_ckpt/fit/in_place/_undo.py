@@ -125,6 +125,10 @@ class StepUndo:
             raise CheckpointError(
                 f"A step that has begun cannot be done again here: {lost}. When this process ends, another one takes its place."
             )
+        self.put_back()
+
+    def put_back(self) -> None:
+        """Restore everything as `undo` does, where nothing is lost."""
         for put_back in self._put_back:
             put_back()
         for weight, gradient in self._gradients:
@@ -143,19 +147,26 @@ class PlayUndo:
             self.unheld.append("containers that are not looked into")
         weights = [*module.parameters(), *module.buffers()]
         found = {id(each): each for each in weights} | {id(each): each for own in held for each, _ in own.tensors}
-        self._tensors = [(each, each.detach()) for each in found.values() if each.layout is torch.strided]
+        dense = [each for each in found.values() if each.layout is torch.strided and not each.is_inference()]
+        self._tensors = [(each, each.detach(), each._version) for each in dense]
+        self._weights = {*map(id, weights)}
         for each in held:
             each.tensors.clear()  # without copies
 
     def undo(self, *operations: Operations) -> None:
         """Restore everything as it was before the play, and before other operations, the last ones first."""
-        written = {key for each in operations for key in each.restore()}
-        for tensor, was in self._tensors:
+        for each in operations:
+            each.restore()
+        for tensor, was, version in self._tensors:
             place = was.data_ptr(), was.dtype, was.shape, was.stride()
             if (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) != place:
                 tensor.data = was
-            elif was.untyped_storage()._cdata in written and not tensor.is_inference():
-                torch.autograd.graph.increment_version(tensor)  # whoever copies it in another thread copies it again
+            if tensor._version == version:
+                continue
+            if id(tensor) in self._weights:  # what another thread has copied of them meanwhile does not count
+                torch.autograd.graph.increment_version(tensor)
+            else:
+                torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
         for put_back in self._put_back:
             put_back()
 
