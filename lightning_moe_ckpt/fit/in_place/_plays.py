@@ -11,7 +11,7 @@ import functools
 import sys
 import traceback
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from functools import partial
@@ -41,6 +41,7 @@ from lightning_moe_ckpt.process import MADE, RECEIVED, Messages, Trace
 
 _WORD = 2**64
 _IN_ANY_ORDER = ("alltoall", "all_to_all", "send", "recv", "wait", "barrier")
+_VALUES = (bool, int, float, complex, str, type(None), torch.dtype, torch.layout, torch.memory_format)
 _AVERAGES = ("running_mean", "running_var")
 Parting: TypeAlias = Literal["code", "device", "elsewhere"]
 """First difference of two plays: in what was called for, in a result, or in what came from outside the play's operations."""
@@ -100,9 +101,10 @@ class Play:
         return np.array([*self.operations.rows, (0, 0, 0)], np.int64).tobytes()
 
     def _hear(self, kind: int, tensors: Sequence[Tensor]) -> None:
-        self._messages += [(kind, digest) for digest in digests_of(tensors)]
+        digests = digests_of(tensors)
+        self._messages += [(kind, digest) for digest in digests]
         if kind == RECEIVED and self.operations is not None:
-            self.operations.received(tensors)
+            self.operations.received(tensors, digests)
 
     @torch.no_grad()
     def _take(self, fqn: str, grad: Tensor) -> None:
@@ -194,10 +196,12 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch l
             self.names.append(name + "*" * (torch.Tag.nondeterministic_seeded in func.tags))
         return result
 
-    def received(self, tensors: Iterable[Tensor]) -> None:
-        """Note that another rank has filled tensors."""
+    def received(self, tensors: Sequence[Tensor], digests: Sequence[Tensor | int]) -> None:
+        """Note that another rank has filled tensors: what follows from other numbers, sizes of messages too, comes from there."""
         for each in tensors:
             self._made[each.untyped_storage()._cdata] = StorageWeakRef(each.untyped_storage()), -1
+        self.rows.append((0, _hash([*map(int, digests)] if self._listed else []), 0))
+        self.names.append("a message")
 
     def restore(self) -> None:
         """Put back what was overwritten."""
@@ -217,7 +221,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch l
         own, foreign = [str(func)], list[int]()
         for each in pytree.tree_leaves(given):
             if not isinstance(each, Tensor):
-                own += [] if isinstance(each, torch.device | torch.Generator) else [repr(each)]
+                own += [repr(each)] if isinstance(each, _VALUES) else []
             elif each.layout is not torch.strided:
                 own.append(str(each.layout))
             elif (made := self._made.get(each.untyped_storage()._cdata)) is None:
@@ -240,7 +244,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch l
     def _result(self, result: Any) -> int:
         leaves = pytree.tree_leaves(result)
         dense = [each for each in leaves if isinstance(each, Tensor) and each.layout is torch.strided]
-        return _hash([*map(int, digests_of(dense)), *(repr(each) for each in leaves if not isinstance(each, Tensor))])
+        return _hash([*map(int, digests_of(dense)), *(repr(each) for each in leaves if isinstance(each, _VALUES))])
 
 
 def _hash(values: Sequence[object]) -> int:
@@ -348,7 +352,13 @@ def _packed(value: Any, device: torch.device) -> Any:
     kind, within = type(value), functools.partial(_packed, device=device)
     name = f"{kind.__module__}:{kind.__qualname__}"
     if isinstance(value, Tensor):
-        return ["tensor", value.device == device, value]
+        keeps = torch.empty_like(value, device="meta").stride() == value.stride()
+        return [
+            "tensor",
+            value.device == device,
+            value,
+            [*value.stride()] if keeps and not value.is_contiguous() else None,
+        ]
     if is_dataclass(value) and not isinstance(value, type):
         return ["fields", name, [[key, within(each)] for key, each in space_of(value).items()]]
     if isinstance(value, tuple | list) and (kind in (tuple, list) or isinstance(value, tuple)):
@@ -371,7 +381,10 @@ def _unpacked(node: Any, device: torch.device) -> Any:
     within = functools.partial(_unpacked, device=device)
     if kind == "tensor":
         # A copy: what is decoded lies in the middle of a message, and kernels may round otherwise there.
-        return content.to(device, copy=True) if name else content
+        made = torch.empty_strided(
+            content.shape, more[0] or content.stride(), dtype=content.dtype, device=device if name else None
+        )
+        return made.copy_(content)
     if kind == "plain":
         return content
     module, _, path = name.partition(":")
