@@ -100,11 +100,11 @@ def judge(plays: Plays, replica: Callable[[int], int], partings: Mapping[str, st
     Args:
         plays: traces.
         replica: returns a rank's replica, wrong as a whole if one rank is.
-        partings: operations in which repetitions parted first, by what parted: `code` or arguments that called for them, `device`,
-            the result of one and the same work, or `elsewhere`. Without any the repetitions of each role are equal.
+        partings: operations in which repetitions of a role parted first, by how: in the result of one and the same work on some `device`,
+            or in what `code` had called for. Without any the repetitions were equal.
     """
-    if partings and ("code" in partings or "device" not in partings):
-        where = partings.get("code") or next(iter(partings.values()))
+    if partings and "device" not in partings:
+        where = partings["code"]
         return Judgement(
             harmless=f"a step depends on what other ranks are not given, or on how often it is done: first in `{where}`"
         )

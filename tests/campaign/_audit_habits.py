@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import queue
 import random
-from collections import defaultdict, namedtuple
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import InitVar, dataclass, field, replace
-from typing import Any
+from dataclasses import InitVar, dataclass, field, fields, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -235,7 +235,11 @@ class HabitualInStages(AuditedStages):
         return HabitualStages(self, life)
 
 
-Pair = namedtuple("Pair", ["x", "y"])
+class Pair(NamedTuple):
+    """A batch with names."""
+
+    x: Tensor
+    y: Tensor
 
 
 class Required(dict[str, Any]):
@@ -308,7 +312,7 @@ def draw_habit(place: str, number: int, habit: str | None = None) -> Audited:
     rng, setup = random.Random(f"habits {place} {number}"), draw_setup(place, number)
     made: type[Any] = HabitualInStages if isinstance(setup, AuditedStages) else Habitual
     usual = IN_STAGES if made is HabitualInStages else HABITS
-    values = {name: getattr(setup, name) for name in setup.__dataclass_fields__}
+    values = {each.name: getattr(setup, each.name) for each in fields(setup)}
     found: Audited = made(**values, habit=habit or rng.choice(usual))
     if habit == "skipped" or (habit is None and setup.world_size == 1 and made is Habitual and rng.random() < 0.2):
         found = replace(found, habit="skipped", accumulate=2)  # type: ignore[call-arg]

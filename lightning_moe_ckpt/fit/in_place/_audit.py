@@ -28,7 +28,7 @@ from torch.compiler import set_stance
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.fit._run import FitSession
 from lightning_moe_ckpt.fit._sessions import Standing
-from lightning_moe_ckpt.fit.in_place._plays import Operations, Play, Role, gradients_aside, parting, pass_on, play_step
+from lightning_moe_ckpt.fit.in_place._plays import Operations, Play, Role, gradients_aside, pass_on, play_step
 from lightning_moe_ckpt.fit.in_place._undo import PlayUndo, StepUndo, Watch
 from lightning_moe_ckpt.fit.loggers._metrics import gather_in_stage, module_metrics
 from lightning_moe_ckpt.fit.loggers._once import silenced
@@ -346,13 +346,15 @@ class Audits:
             repeats = 2 if self._module.device.type == "cpu" else _REPEATS
             plays = [self._played(sent, listed=True) for sent in [*[b""] * repeats, whole]]
             traces[rank] += [each.trace for each in plays]
-            found = [self._parting(plays[0], each.rows) for each in plays[1:]]
+            listed = [cast("Operations", each.operations) for each in plays]
+            found = [listed[0].parting(each.rows) for each in listed[1:]]
             for each in distances if self._replicas > 1 else ():
                 sent = self._sent[each] if each in self._sent else self._received(each)
                 plays.append(self._played(sent, listed=True))
                 traces.setdefault(self._at(each), []).append(plays[-1].trace)
-                rows = pass_on(self._exchange, plays[-1].rows, to=self._at(each), source=self._at(-each))
-                found.append(self._parting(plays[0], rows or b""))
+                operations = cast("Operations", plays[-1].operations)
+                rows = pass_on(self._exchange, operations.rows, to=self._at(each), source=self._at(-each))
+                found.append(listed[0].parting(rows or b""))
             after.put_back()
         watch.accesses.close()
         self._leave_out([*self._failures(plays)])
@@ -361,7 +363,7 @@ class Audits:
         rows_ = self._exchange.gather_values([[[owner, played] for owner, played in traces.items()], found])
         said = cast("list[tuple[list[tuple[int, list[Trace]]], list[list[str]]]]", rows_)
         table = {player: dict(row) for player, (row, _) in enumerate(said)}
-        partings = {kind: name for _, row in said for kind, name in row if kind}
+        partings = {kind: name for _, row in said for kind, name in filter(None, row)}
         groups = self._run.session.job.groups
         verdict = judge(table, lambda each: each % groups.stage_size // groups.ep_size, partings)
         if verdict.harmless:
@@ -369,11 +371,6 @@ class Audits:
         if not verdict.ranks:
             return None
         return self._finding("compute", verdict.ranks, self._operators(own), sticky=verdict.sticky)
-
-    def _parting(self, own: Play, rows: bytes) -> list[str]:
-        """Return how this rank's play and another one of the same role part, and in which operation; empty if they do not."""
-        assert own.operations is not None
-        return [*(parting(own.rows, rows, own.operations.names) or ("", ""))]
 
     def _skipped(self) -> None:
         """End the audit of a step without backward."""

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,8 +43,6 @@ _WORD = 2**64
 _IN_ANY_ORDER = ("alltoall", "all_to_all", "send", "recv", "wait", "barrier")
 _VALUES = (bool, int, float, complex, str, type(None), torch.dtype, torch.layout, torch.memory_format)
 _AVERAGES = ("running_mean", "running_var")
-Parting: TypeAlias = Literal["code", "device", "elsewhere"]
-"""First difference of two plays: in what was called for, in a result, or in what came from outside the play's operations."""
 
 
 class Play:
@@ -94,20 +92,15 @@ class Play:
         made = xxh3_64_intdigest(repr(self.gradients).encode()) - _WORD // 2
         return [*([kind, int(digest)] for kind, digest in self._messages), [MADE, made]]
 
-    @property
-    def rows(self) -> bytes:
-        """`Operations.rows` as bytes, and one row more, so that there is one."""
-        assert self.operations is not None
-        return np.array([*self.operations.rows, (0, 0, 0)], np.int64).tobytes()
-
     def _hear(self, kind: int, tensors: Sequence[Tensor]) -> None:
-        digests = digests_of(tensors)
-        self._messages += [(kind, digest) for digest in digests]
+        self._messages += [(kind, digest) for digest in digests_of(tensors)]
         if kind == RECEIVED and self.operations is not None:
-            self.operations.received(tensors, digests)
+            self.operations.received(tensors)
 
     @torch.no_grad()
     def _take(self, fqn: str, grad: Tensor) -> None:
+        if self.operations is not None:
+            self.operations.end(grad)
         flat = (grad if grad.layout is torch.strided else grad.to_dense()).detach().reshape(-1)
         parts = self._parts.get(fqn) or [(fqn, slice(None))]
         self._made += zip([name for name, _ in parts], digests_of([flat[part] for _, part in parts]), strict=True)
@@ -147,25 +140,27 @@ def play_step(trainer: Trainer, module: LightningModule, arguments: tuple[Any, .
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves these untyped
     """Tensor operations of a play, while entered: what they overwrite is copied before, and `restore` puts it back.
 
-    With `listed` each operation leaves digests of its arguments and of its result in `rows`. Arguments that the play has made itself
-    count by the operation that made them, so the first rows that differ tell a device from code: the same operation on the same
-    arguments has another result, or code has called for something else.
+    With `listed` each operation has a key, made of its name, its numbers, and of each tensor: the key of the operation that made it, or,
+    if it is from before the play, its content. So two plays that called for the same work have the same keys, and where one key has two
+    results, a device has computed two things. Other work has other keys, from the first thing on that differs.
     """
 
     def __init__(self, *, listed: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.asked: set[str] = set()
         """Names of operations between ranks whose result depends on the ranks' order; not of logged values."""
-        self.rows: list[tuple[int, int, int]] = []
-        """Digests of arguments, of arguments that came from elsewhere, and of the result, by operation."""
-        self.names: list[str] = []
-        """Names of operations; with a star where the result is random."""
+        self.results: dict[int, int] = {}
+        """Digest of the result by key, in order."""
+        self.ends: list[int] = []
+        """Keys of the gradients."""
+        self._names: dict[int, str] = {}
+        self._parents: dict[int, list[int]] = {}
         self._listed = listed
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
-        """Memory of the play itself, with its last operation; -1 if others fill it. A weak reference keeps the key from being given again."""
+        """Memory of the play itself, with the key of what wrote it; 0 if that was not an operation. References keep places from being
+        given again."""
         self._kept: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         """Memory from before the play, with a copy."""
-        self._digests: dict[tuple[Any, ...], int] = {}
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -173,35 +168,61 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch l
             return NotImplemented  # a kind of tensor that is made of others, on which operations follow
         kwargs, between = kwargs or {}, "c10d" in func.namespace
         name, names, written = _known(func)
-        tensors = [*_tensors((args, kwargs))]
         if between and not name.startswith(_IN_ANY_ORDER) and not _is_logged():
             self.asked.add(name)
-        over = [*_tensors([_argument(at, names, args, kwargs) for at in written])]
-        for each in tensors if between else over:
+        tensors = [*_tensors((args, kwargs))]
+        over = tensors if between else [*_tensors([_argument(at, names, args, kwargs) for at in written])]
+        for each in over:
             self._keep(each)
-        listed = self._listed and not between
-        key = self._key(func, [args, kwargs], {*map(id, over)}) if listed else (0, 0)
+        has_key = self._listed and not between and not name.startswith(("empty", "new_empty"))
+        key = self._key(func, [args, kwargs], {*map(id, over)}) if has_key else 0
         result = func(*args, **kwargs)
-        at = -1 if between or name.startswith(("empty", "new_empty")) else len(self.rows)
-        before = {each.untyped_storage()._cdata for each in tensors if each.layout is torch.strided}
-        made = [each for each in _tensors([result]) if each.layout is torch.strided]
-        for each in tensors if between else made:
-            if each.layout is torch.strided and ((place := each.untyped_storage()._cdata) not in before or between):
-                self._made[place] = StorageWeakRef(each.untyped_storage()), at
-        if listed and at >= 0:
-            for each in over:
-                if (place := each.untyped_storage()._cdata) in self._made:
-                    self._made[place] = self._made[place][0], at
-            self.rows.append((*key, self._result(result)))
-            self.names.append(name + "*" * (torch.Tag.nondeterministic_seeded in func.tags))
+        if has_key:
+            digest = _digest(result)
+            if torch.Tag.nondeterministic_seeded in func.tags:
+                key = self._name(_hash([key, digest]), name, [key])  # what follows from other numbers is other work
+            self.results[key] = digest
+        before = {_place(each) for each in tensors}
+        for at, each in enumerate(_tensors([result])):
+            if (place := _place(each)) and place not in before:
+                made = self._name(_hash([key, at]), name, [key]) if key else 0
+                self._made[place] = StorageWeakRef(each.untyped_storage()), made
+        for each in over:
+            if (place := _place(each)) in self._made:
+                self._made[place] = self._made[place][0], key
         return result
 
-    def received(self, tensors: Sequence[Tensor], digests: Sequence[Tensor | int]) -> None:
-        """Note that another rank has filled tensors: what follows from other numbers, sizes of messages too, comes from there."""
-        for each in tensors:
-            self._made[each.untyped_storage()._cdata] = StorageWeakRef(each.untyped_storage()), -1
-        self.rows.append((0, _hash([*map(int, digests)] if self._listed else []), 0))
-        self.names.append("a message")
+    def received(self, tensors: Sequence[Tensor]) -> None:
+        """Note that another rank has filled tensors."""
+        self._made.update({_place(each): (StorageWeakRef(each.untyped_storage()), 0) for each in tensors})
+
+    def end(self, gradient: Tensor) -> None:
+        """Note a gradient."""
+        if self._listed:
+            self.ends.append(self._source(gradient)[0])
+
+    def parting(self, other: bytes) -> list[str]:
+        """Return how another play parts from this one, `device` or `code`, and in which operation; empty if it does not."""
+        keys, results = np.frombuffer(other, np.int64).reshape(2, -1)
+        theirs = dict(zip(keys.tolist(), results.tolist(), strict=True))
+        for key, result in self.results.items():
+            if theirs.get(key, result) != result:
+                return ["device", self._names[key]]
+        if theirs.get(0) == _hash(sorted(self.ends)):
+            return []
+        waiting, needed = [*self.ends], set[int]()
+        while waiting:
+            if (key := waiting.pop()) not in needed:
+                needed.add(key)
+                waiting += self._parents.get(key, [])
+        others = (self._names[key] for key in self.results if key in needed and key not in theirs)
+        return ["code", next(others, "its end")]
+
+    @property
+    def rows(self) -> bytes:
+        """Results by key, and under 0 the digest of all gradients' keys, for `parting`."""
+        rows = {**self.results, 0: _hash(sorted(self.ends))}
+        return np.array([[*rows], [*rows.values()]], np.int64).tobytes()
 
     def restore(self) -> None:
         """Put back what was overwritten."""
@@ -217,34 +238,42 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch l
         if storage._cdata not in self._made and storage._cdata not in self._kept:
             self._kept[storage._cdata] = storage, storage.clone()
 
-    def _key(self, func: Any, given: Any, over: Collection[int]) -> tuple[int, int]:
-        own, foreign = [str(func)], list[int]()
+    def _key(self, func: Any, given: Any, over: Collection[int]) -> int:
+        own, parents = [str(func)], list[int]()
         for each in pytree.tree_leaves(given):
-            if not isinstance(each, Tensor):
-                own += [repr(each)] if isinstance(each, _VALUES) else []
-            elif each.layout is not torch.strided:
-                own.append(str(each.layout))
-            elif (made := self._made.get(each.untyped_storage()._cdata)) is None:
-                own.append(
-                    f"{self._digest(each)} {[n for size, n in zip(each.shape, each.stride(), strict=True) if size > 1]}"
-                )
-            elif made[1] >= 0:
-                own.append(f"{made[1]} {each.shape} {each.stride()} {each.storage_offset()}")
-            elif id(each) not in over:
-                foreign.append(self._digest(each))
-        return _hash(own), _hash(foreign)
+            if isinstance(each, Tensor):
+                source, is_raw = self._source(each)
+                if not (is_raw and id(each) in over):  # what is there before it is written has no meaning
+                    parents.append(source)
+            elif isinstance(each, _VALUES):
+                own.append(repr(each))
+        return self._name(_hash([own, parents]), func.overloadpacket.__name__, parents)
 
-    def _digest(self, tensor: Tensor) -> int:
-        version = -1 if tensor.is_inference() else tensor._version
-        place = (tensor.untyped_storage()._cdata, version, tensor.shape, tensor.stride(), tensor.storage_offset())
-        if place not in self._digests:
-            self._digests[place] = int(digests_of([tensor])[0])
-        return self._digests[place]
+    def _name(self, key: int, name: str, parents: list[int]) -> int:
+        self._names[key], self._parents[key] = name, parents
+        return key
 
-    def _result(self, result: Any) -> int:
-        leaves = pytree.tree_leaves(result)
-        dense = [each for each in leaves if isinstance(each, Tensor) and each.layout is torch.strided]
-        return _hash([*map(int, digests_of(dense)), *(repr(each) for each in leaves if isinstance(each, _VALUES))])
+    def _source(self, tensor: Tensor) -> tuple[int, bool]:
+        """Return the key of what made a tensor, or of its content, and whether it is memory that no operation has filled."""
+        if not (place := _place(tensor)):
+            return _hash([str(tensor.layout)]), False
+        made = self._made.get(place, (None, 0))[1]
+        what = made or int(digests_of([tensor])[0])
+        sizes = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
+        key = _hash([what, sizes, tensor.storage_offset() if made else 0])
+        self._parents[key] = [made]
+        return key, place in self._made and not made
+
+
+def _digest(result: Any) -> int:
+    leaves = pytree.tree_leaves(result)
+    dense = [each for each in leaves if isinstance(each, Tensor) and each.layout is torch.strided]
+    return _hash([*map(int, digests_of(dense)), *(repr(each) for each in leaves if isinstance(each, _VALUES))])
+
+
+def _place(tensor: Tensor) -> int:
+    """Return what stands for a tensor's memory; 0 for one without."""
+    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else 0
 
 
 def _hash(values: Sequence[object]) -> int:
@@ -277,20 +306,6 @@ def _is_logged() -> bool:
     """Return whether Lightning is reducing a logged value."""
     stack = traceback.walk_stack(sys._getframe())
     return any("logger_connector" in frame.f_code.co_filename for frame, _ in stack)
-
-
-def parting(own: bytes, other: bytes, names: Sequence[str]) -> tuple[Parting, str] | None:
-    """Return why two plays' operations part first, and in which one of the own; `None` if they do not."""
-    rows, others = (np.frombuffer(each, np.int64).reshape(-1, 3)[:-1] for each in (own, other))
-    number = min(len(rows), len(others))
-    differing = (rows[:number] != others[:number]).any(1).nonzero()[0]
-    at = int(differing[0]) if len(differing) else number
-    if at == number:
-        return None if len(rows) == len(others) else ("code", "their number")
-    name = names[at]
-    if rows[at, 0] != others[at, 0] or name.endswith("*"):
-        return "code", name.rstrip("*")
-    return "elsewhere" if rows[at, 1] != others[at, 1] else "device", name
 
 
 class Role:
