@@ -3,11 +3,12 @@
 Ranks that train data-parallel copies of one model have the same weights, so any of them can do another one's work. In an
 audited step, before its own, each rank plays the role of the rank at some distance (another node's, where there is one).
 Expert-parallel ranks and stages do so together. Digests of the gradients of both are compared before the optimizer steps. Where
-they differ, owner, player and a third rank do the step again, and `judge` names the rank at fault. All of that is undone.
+they differ, owner, player and a third rank do the step again, operation by operation, and `judge` names the rank at fault, unless
+code has called for other work. All of that is undone.
 
-A run begins with a step that is only watched: whether it could be undone. Another one is played by all, by its owner too: where
-the owner's own repetition differs, kernels are not deterministic; where other ranks differ, a step depends on its rank. Neither
-is a fault, and distances and operators that never were equal are not compared later.
+A run's first step is not played. The second is played by all, by its owner too: where the owner's own repetition differs, kernels are
+not deterministic; where other ranks differ, a step depends on its rank. Neither is a fault, and distances and operators that never were
+equal are not compared later. Nor are steps compared any more once one of them could not be played, on whichever rank.
 
 Invariant: training with audits has the bits of training without.
 """
@@ -44,7 +45,7 @@ _NAMED = 4
 _REPEATS = 4
 """Repetitions on a device, where kernels may differ rarely."""
 _Turn = Literal["watched", "first", "ordinary"]
-"""Purpose of the next step: to be watched, whether it can be undone; to be audited in more ways than later ones; to be audited if due."""
+"""Purpose of the next step: to make what only a first step makes; to be audited in more ways than later ones; to be audited if due."""
 
 
 class Audits:
@@ -65,18 +66,14 @@ class Audits:
         """Distances at whose plays all ranks have agreed before."""
         self._known: set[str] = set()
         """Operators whose state is known to differ."""
-        self._watch: Watch | None = None
         self._attempt: StepUndo | None = None
         """State before the step that is audited."""
         self._usual: set[str] = set()
         """Operations between ranks that were in steps which all ranks did alike."""
         self._compiled = _compiled()
         self._role: Role | None = None
-        self._arguments: tuple[Any, ...] = ()
         self._sent: dict[int, bytes | None] = {}
         """Other ranks' roles, by distance."""
-        self._unsent = ""
-        """Why this rank's role cannot be sent; empty if it can."""
         self._plays: dict[int, Play] = {}
         """Plays before the step under way, by distance."""
         self._own: Play | None = None
@@ -198,7 +195,7 @@ class Audits:
             self._turn = "ordinary"
             self._ended(finding, clean=not odd)
             return 0.0
-        self._arguments, self._role = arguments, Role(self._trainer, self._module, self._run, arguments)
+        self._role = Role(self._trainer, self._module, self._run, arguments)
         distances, more = self._distances(), 0.0
         for each in dict.fromkeys([*distances, 0] if self._turn == "first" else distances[:1]):
             began = time.perf_counter()
@@ -212,8 +209,8 @@ class Audits:
             self._turn = "ordinary"
             self._ended(None)
             return more
-        self._watch = Watch(self._module)
-        self._attempt = StepUndo(self._trainer, self._module, self._run, arguments, self._watch, whole=True)
+        watch = Watch(self._module)
+        self._attempt = StepUndo(self._trainer, self._module, self._run, arguments, watch, whole=True)
         self._own = Play(self._module, session.job.operators)
         self._own.__enter__()
         return more
@@ -238,28 +235,15 @@ class Audits:
             return b""
         digests = [row[0] for row in self._exchange.gather([self._role.buffers_digest()])]
         to = self._at(-distance_)
-        return pass_on(
-            self._exchange,
-            self._sent_role(buffers=digests[to] != digests[self._exchange.rank]),
-            to=to,
-            source=self._at(distance_),
-        )
-
-    def _sent_role(self, *, buffers: bool) -> bytes:
-        """Return this rank's role, or nothing, with the reason in `_unsent`."""
-        assert self._role is not None
-        try:
-            return self._role.sent(buffers=buffers)
-        except Exception as error:  # noqa: BLE001  # a batch's own code may raise anything
-            self._unsent = f"a batch cannot be sent to another rank: {error}"
-            return b""
+        sent = self._role.sent(buffers=digests[to] != digests[self._exchange.rank])
+        return pass_on(self._exchange, sent, to=to, source=self._at(distance_))
 
     def _played(self, sent: bytes | None, *, listed: bool = False) -> Play:
         """Play a role from its bytes, one's own from none, and undo it all. Collective."""
         assert self._role is not None
         before, operations = Operations(), Operations(listed=listed)
         play = Play(self._module, self._run.session.job.operators, operations)
-        arguments, role = self._arguments, self._role
+        role, arguments = self._role, self._role.arguments
         counts = [undo for counter in [*LoadCounter.installed] for undo in counter.hold()]  # a play is no step
         with (
             gradients_aside(self._module),
@@ -268,10 +252,10 @@ class Audits:
             ExitStack() as stack,
         ):
             try:
-                undo = PlayUndo(self._trainer, self._module, self._run, self._arguments)
+                undo = PlayUndo(self._trainer, self._module, self._run, arguments)
                 stack.callback(undo.undo, operations, before)
                 reasons = [*self._unplayable(), *(f"a step could use up {each}" for each in undo.unheld)]
-                play.failed = self._unsent or "; ".join(reasons)
+                play.failed = role.unsent or "; ".join(reasons)
                 if sent and not play.failed:
                     with before:
                         arguments = role.take_up(sent)
@@ -335,11 +319,11 @@ class Audits:
         if self.figures.left_out:
             return None
         watch = Watch(self._module)
-        after = StepUndo(self._trainer, self._module, self._run, self._arguments, watch, whole=True)
+        after = StepUndo(self._trainer, self._module, self._run, self._role.arguments, watch, whole=True)
         with gradients_aside(self._module):
             assert self._attempt is not None
             self._attempt.undo()
-            whole = self._sent_role(buffers=True) if self._replicas > 1 else b""
+            whole = self._role.sent(buffers=True) if self._replicas > 1 else b""
             traces: dict[int, list[Trace]] = {rank: [own.trace]}
             for each, play in self._plays.items():
                 traces.setdefault(self._at(each), []).append(play.trace)
@@ -446,10 +430,10 @@ class Audits:
         """Let go of the step under way."""
         if self._own is not None:
             self._own.__exit__()
-        if self._watch is not None:
-            self._watch.accesses.close()
-        self._attempt = self._role = self._own = self._watch = None
-        self._arguments, self._sent, self._plays, self._unsent = (), {}, {}, ""
+        if self._attempt is not None:
+            self._attempt.accesses.close()
+        self._attempt = self._role = self._own = None
+        self._sent, self._plays = {}, {}
 
 
 def _compiled() -> int:

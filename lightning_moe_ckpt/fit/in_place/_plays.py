@@ -313,18 +313,24 @@ class Role:
 
     def __init__(self, trainer: Trainer, module: LightningModule, run: FitSession, arguments: tuple[Any, ...]) -> None:
         self._module, self._run, self._device = module, run, trainer.strategy.root_device
-        self._arguments = arguments
+        self.arguments, self.unsent = arguments, ""
+        """Arguments of the step, and why the role could not be sent."""
         wrapper: Any = trainer.model
         if isinstance(wrapper, DistributedDataParallel) and wrapper._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]
             wrapper._sync_buffers()  # type: ignore[no-untyped-call]  # as forward is about to do
 
     def sent(self, *, buffers: bool) -> bytes:
-        """Return this rank's role. Raises `CodecError` for a batch with values of types that a journal lacks."""
+        """Return this rank's role as bytes, or none, with the reason in `unsent`, if a journal lacks a type in the batch."""
         random = dict(capture_rng(held=self._held()))
         if "cuda" in random:
             random["cuda"] = random["cuda"][self._device.index or 0]
-        own = {"arguments": _packed(self._arguments, self._device), "random": random, "part": self._run.part_of_step()}
-        return encode({**own, "buffers": dict(self._module.named_buffers()) if buffers else None})
+        own = {"random": random, "buffers": dict(self._module.named_buffers()) if buffers else None}
+        try:
+            batch = _packed(self.arguments, self._device)
+            return encode({**own, "arguments": batch, "part": self._run.part_of_step()})
+        except Exception as error:  # noqa: BLE001  # a batch's own code may raise anything
+            self.unsent = f"a batch cannot be sent to another rank: {error}"
+            return b""
 
     def buffers_digest(self) -> int:
         found = [int(digest) for digest in digests_of([*self._module.buffers()])]

@@ -95,7 +95,8 @@ class StepUndo:
         self._uncopied = [pair for each in (held, *users) for pair in each.tensors if isinstance(pair[1], int)]
         self.incomplete = users[0].incomplete
         """Whether the module has containers not looked into."""
-        self._accesses, self._count = watch.accesses, watch.accesses.count
+        self.accesses, self._count = watch.accesses, watch.accesses.count
+        """Accesses to `.data` of weights, and their number at the begin."""
         spaces = [part._parameters for part in modules_of(module)]
         self._module, self._weights = module, [each for space in spaces for each in space.values() if each is not None]
         self._versions = versions(self._weights)
@@ -103,7 +104,7 @@ class StepUndo:
 
     def edits(self) -> str:
         """Return how weights have changed since, or may have changed; empty if they have not."""
-        if self._accesses.count != self._count:
+        if self.accesses.count != self._count:
             return "a step uses `.data` of weights"
         pairs = zip(self._versions, versions(self._weights), strict=True)
         changed = {id(each) for each, (was, now) in zip(self._weights, pairs, strict=True) if was != now}
