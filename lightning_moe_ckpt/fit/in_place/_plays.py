@@ -368,6 +368,9 @@ class Role:
         return {str(at): each for at, each in enumerate(self._run.generators())}
 
 
+_CLASSES = {"items": (tuple, list), "pairs": dict, "mapping": Mapping, "fields": object}
+
+
 def _packed(value: Any, device: torch.device) -> Any:
     """Return a batch as nodes that a journal can hold: kind, class, content. Nothing of a class but its name is sent."""
     kind, within = type(value), functools.partial(_packed, device=device)
@@ -382,7 +385,7 @@ def _packed(value: Any, device: torch.device) -> Any:
         ]
     if is_dataclass(value) and not isinstance(value, type):
         return ["fields", name, [[key, within(each)] for key, each in space_of(value).items()]]
-    if isinstance(value, tuple | list) and (kind in (tuple, list) or isinstance(value, tuple)):
+    if kind is list or (isinstance(value, tuple) and kind is not torch.Size):
         return ["items", name, [*map(within, value)]]
     if isinstance(value, dict) and kind not in (OrderedDict, defaultdict, Counter):
         return [
@@ -409,10 +412,9 @@ def _unpacked(node: Any, device: torch.device) -> Any:
     if kind == "plain":
         return content
     module, _, path = name.partition(":")
-    try:
-        found: Any = functools.reduce(getattr, path.split("."), sys.modules[module])
-    except (KeyError, AttributeError) as error:
-        raise CodecError(f"the class `{path}` of a batch is not known on every rank") from error
+    found: Any = functools.reduce(lambda each, key: getattr(each, key, None), path.split("."), sys.modules.get(module))
+    if not isinstance(found, type) or not issubclass(found, _CLASSES[kind]):
+        raise CodecError(f"the class `{path}` of a batch is not known on every rank")
     if kind == "items":
         items = [*map(within, content)]
         return items if found is list else tuple.__new__(found, items)
