@@ -99,16 +99,19 @@ class Strikes(Callback):
         return self._struck(grad) if self.armed and self.kind in ("gradient", "play") else grad
 
     def _output(self, trainer: Trainer, output: Tensor) -> Tensor:
-        if self.kind == "sticky" and trainer.global_step + 1 >= AT:
-            return self._struck(output)
-        return self._struck(output) if self.armed and self.kind == "output" else output
+        if (self.kind == "sticky" and trainer.global_step + 1 >= AT) or (self.armed and self.kind == "output"):
+            self._strike(output)
+        return output
 
     def _struck(self, value: Tensor) -> Tensor:
+        value = value.clone()
+        self._strike(value)
+        return value
+
+    def _strike(self, value: Tensor) -> None:
         self.armed = False
         with _disable_current_modes():  # a device's faults are no operations
-            value = value.clone()
             flip(value)
-        return value
 
 
 def flip(value: Tensor) -> None:
