@@ -83,8 +83,9 @@ class Doing:
         if step >= LATE and not hasattr(self, "late"):
             self.register_buffer("late", torch.zeros(()))  # type: ignore[attr-defined]
         if step >= LATE:
-            self.late += float(mean_of(batch))  # type: ignore[has-type]
-            return 1 + 0.01 * float(self.late)
+            late: Tensor = self.late  # type: ignore[attr-defined]
+            late += mean_of(batch)
+            return 1 + 0.01 * float(late)
         return 1.0
 
     def _rank_buffer(self, step: int, batch: Any) -> float:
@@ -131,7 +132,7 @@ class Doing:
 
     def _queue(self, step: int, batch: Any) -> float:
         self.waiting.put(mean_of(batch))
-        return 1 + 0.01 * self.waiting.get() if step % 2 else 1.0
+        return 1 + 0.01 * float(self.waiting.get()) if step % 2 else 1.0
 
     def _edit(self, step: int, batch: Any) -> float:
         with torch.no_grad():
@@ -272,6 +273,11 @@ class OtherHeld:
     y: Tensor
 
 
+def held_of(batch: Any) -> Held:
+    x, y = batch
+    return Held(x, y, 0.5)
+
+
 def default_of(batch: Any) -> Any:
     made = defaultdict[str, Any](list)
     made["x"], made["y"] = batch
@@ -282,8 +288,8 @@ KINDS: dict[str, Callable[[Any, int], Any]] = {
     "pair": lambda batch, _: Pair(*batch),
     "default": lambda batch, _: default_of(batch),
     "required": lambda batch, _: Required("it", x=batch[0], y=batch[1]),
-    "held": lambda batch, _: Held(*batch, 0.5),
-    "either": lambda batch, rank: (Held(*batch, 0.5), OtherHeld(*batch))[rank % 2],
+    "held": lambda batch, _: held_of(batch),
+    "either": lambda batch, rank: OtherHeld(*batch) if rank % 2 else held_of(batch),
     "packed": lambda batch, _: (nn.utils.rnn.pack_sequence([*batch[0]]), batch[0], batch[1]),
     "unsendable": lambda batch, _: (*batch, lambda: None),
 }

@@ -405,10 +405,8 @@ def _unpacked(node: Any, device: torch.device) -> Any:
     within = functools.partial(_unpacked, device=device)
     if kind == "tensor":
         # A copy: what is decoded lies in the middle of a message, and kernels may round otherwise there.
-        made = torch.empty_strided(
-            content.shape, more[0] or content.stride(), dtype=content.dtype, device=device if name else None
-        )
-        return made.copy_(content)
+        own, strides = device if name else None, more[0] or content.stride()
+        return torch.empty_strided(content.shape, strides, dtype=content.dtype, device=own).copy_(content)
     if kind == "plain":
         return content
     module, _, path = name.partition(":")
@@ -421,7 +419,7 @@ def _unpacked(node: Any, device: torch.device) -> Any:
     pairs = {key: within(each) for key, each in content}
     if kind == "mapping":
         return found(pairs)
-    made = found.__new__(found)
+    made: Any = found.__new__(found)
     if kind == "pairs":
         dict.update(made, pairs)
         pairs = within(more[0]) or {}
