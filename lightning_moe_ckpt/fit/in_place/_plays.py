@@ -186,7 +186,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch l
         for at, each in enumerate(_tensors([result])):
             if (place := _place(each)) and place not in before:
                 made = self._name(_hash([key, at]), name, [key]) if key else 0
-                self._made[place] = StorageWeakRef(each.untyped_storage()), made
+                self._made[place] = StorageWeakRef(each.untyped_storage()), made  # type: ignore[no-untyped-call]
         for each in over:
             if (place := _place(each)) in self._made:
                 self._made[place] = self._made[place][0], key
@@ -194,7 +194,8 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch l
 
     def received(self, tensors: Sequence[Tensor]) -> None:
         """Note that another rank has filled tensors."""
-        self._made.update({_place(each): (StorageWeakRef(each.untyped_storage()), 0) for each in tensors})
+        for each in tensors:
+            self._made[_place(each)] = StorageWeakRef(each.untyped_storage()), 0  # type: ignore[no-untyped-call]
 
     def end(self, gradient: Tensor) -> None:
         """Note a gradient."""
@@ -236,7 +237,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch l
             raise CheckpointError("it writes into a sparse tensor")
         storage = tensor.untyped_storage()
         if storage._cdata not in self._made and storage._cdata not in self._kept:
-            self._kept[storage._cdata] = storage, storage.clone()
+            self._kept[storage._cdata] = storage, storage.clone()  # type: ignore[no-untyped-call]
 
     def _key(self, func: Any, given: Any, over: Collection[int]) -> int:
         own, parents = [str(func)], list[int]()
@@ -368,7 +369,7 @@ class Role:
         return {str(at): each for at, each in enumerate(self._run.generators())}
 
 
-_CLASSES = {"items": (tuple, list), "pairs": dict, "mapping": Mapping, "fields": object}
+_CLASSES: dict[str, Any] = {"items": (tuple, list), "pairs": dict, "mapping": Mapping, "fields": object}
 
 
 def _packed(value: Any, device: torch.device) -> Any:
@@ -410,16 +411,17 @@ def _unpacked(node: Any, device: torch.device) -> Any:
     if kind == "plain":
         return content
     module, _, path = name.partition(":")
-    found: Any = functools.reduce(lambda each, key: getattr(each, key, None), path.split("."), sys.modules.get(module))
-    if not isinstance(found, type) or not issubclass(found, _CLASSES[kind]):
+    made: Any = functools.reduce(lambda each, key: getattr(each, key, None), path.split("."), sys.modules.get(module))
+    if not isinstance(made, type) or not issubclass(made, _CLASSES[kind]):
         raise CodecError(f"the class `{path}` of a batch is not known on every rank")
+    found: Any = made
     if kind == "items":
         items = [*map(within, content)]
         return items if found is list else tuple.__new__(found, items)
     pairs = {key: within(each) for key, each in content}
     if kind == "mapping":
         return found(pairs)
-    made: Any = found.__new__(found)
+    made = found.__new__(found)
     if kind == "pairs":
         dict.update(made, pairs)
         pairs = within(more[0]) or {}
