@@ -7,7 +7,6 @@ journal has its losses: so those are known that end inside a stored window, or w
 from __future__ import annotations
 
 import functools
-import inspect
 import json
 import os
 import pkgutil
@@ -24,8 +23,6 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import Logger
-from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.seed import isolate_rng
 from safetensors.torch import save_file
 from torch import Tensor
@@ -36,6 +33,7 @@ from typing_extensions import override
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, StorageError, StorageRefused
+from lightning_moe_ckpt.fit.loggers._once import silence
 from lightning_moe_ckpt.fit.loops._trainer import compiled_modules
 from lightning_moe_ckpt.launch import RerunRequest
 from lightning_moe_ckpt.recovery import same_bits, stored_losses
@@ -279,15 +277,9 @@ def _key(entry: Any) -> Any:
     return next(getattr(entry, name) for name in ("key", "idx", "name") if hasattr(entry, name))
 
 
-_READS = {"name", "version", "group_separator", "save_dir", "root_dir", "log_dir", "experiment"}
-
-
 @functools.cache
 def silence_trainers(folder: Path) -> None:
-    """Let loggers and checkpoints of every trainer of this process write nothing; user code finds `folder` as the loggers' folder. Call once.
-
-    Each logger gets a subclass of its own class, so that code that asks for its kind, or its `experiment`, finds them.
-    """
+    """Let loggers and checkpoints of every trainer of this process write nothing; user code finds `folder` as the loggers' folder. Call once."""
     for name in ("__init__", "fit"):
         setattr(Trainer, name, _silencing(getattr(Trainer, name), folder))
     Trainer.log_dir = property(lambda _: str(folder))  # type: ignore[assignment, method-assign]  # else the user's own, without loggers
@@ -298,10 +290,10 @@ def _silencing(method: Any, folder: Path) -> Any:
     @functools.wraps(method)
     def wrapped(self: Trainer, *args: Any, **options: Any) -> Any:
         for logger in self.loggers if method.__name__ == "fit" else ():
-            _silence(logger, folder)
+            silence(logger, folder)
         result = method(self, *args, **options)
         for logger in self.loggers:  # a script may log before it trains
-            _silence(logger, folder)
+            silence(logger, folder)
         for cls in (type(self.strategy), type(self.strategy.checkpoint_io)):
             _leave_files(cls, "save_checkpoint")
             _leave_files(cls, "remove_checkpoint")
@@ -323,17 +315,3 @@ def _leave_files(cls: type, name: str) -> None:
         return _say_once("Lightning's checkpoints are neither written nor removed where steps are run again")
 
     setattr(cls, name, wrapped)
-
-
-def _silence(logger: Logger, folder: Path) -> None:
-    cls = type(logger)
-    if hasattr(cls, "is_silent"):
-        return
-    kept = {*vars(object), *_READS}
-    found = inspect.getmembers_static(cls)
-    writes = [name for name, each in found if name[0] != "_" and name not in kept and inspect.isfunction(each)]
-    members: dict[str, Any] = dict.fromkeys(writes, lambda *_, **__: None)
-    members |= {name: property(lambda _: folder) for name in ("save_dir", "root_dir") if hasattr(cls, name)}
-    experiment = DummyLogger().experiment
-    members |= {"experiment": property(lambda _: experiment), "is_silent": True, "__module__": cls.__module__}
-    logger.__class__ = type(cls.__name__, (cls,), {**members, "__qualname__": cls.__qualname__})

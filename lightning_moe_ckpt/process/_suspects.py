@@ -94,8 +94,20 @@ Plays: TypeAlias = Mapping[int, Mapping[int, Sequence[Trace]]]
 An owner's are the step that counts, its repetitions, and last that from the bytes that were sent to others."""
 
 
-def judge(plays: Plays, replica: Callable[[int], int]) -> Judgement:
-    """Return the ranks that repeated plays show to be at fault; `replica` returns a rank's replica, wrong as a whole if one rank is."""
+def judge(plays: Plays, replica: Callable[[int], int], partings: Mapping[str, str] | None = None) -> Judgement:
+    """Return the ranks that repeated plays show to be at fault.
+
+    Args:
+        plays: traces.
+        replica: returns a rank's replica, wrong as a whole if one rank is.
+        partings: operations in which repetitions of a role parted first, by how: in the result of one and the same work on some `device`,
+            or in what `code` had called for. Without any the repetitions were equal.
+    """
+    if partings and "device" not in partings:
+        where = partings["code"]
+        return Judgement(
+            harmless=f"a step depends on what other ranks are not given, or on how often it is done: first in `{where}`"
+        )
     by_role: dict[int, dict[int, Sequence[Trace]]] = {}
     for player, roles in plays.items():
         for owner, traces in roles.items():

@@ -157,7 +157,7 @@ def draw(place: str, number: int) -> Audited:
 def inject(campaigns: Campaigns, places: Sequence[str], numbers: Sequence[int], **options: Any) -> list[Answer]:
     """Run a drawn training, with options, in each place for each number, and return what audits said of each fault."""
     pairs = [(place, replace(draw(place, number), **options)) for number in numbers for place in places]
-    lives = campaigns.run_each([setup for _, setup in pairs])
+    lives = campaigns.run_each([setup for _, setup in pairs], timeout=300.0)
     return [answer for pair, life in zip(pairs, lives, strict=True) for answer in _answers(*pair, life)]
 
 
@@ -177,7 +177,7 @@ def changes(campaigns: Campaigns, answers: Sequence[Answer]) -> list[bool]:
     """Whether the end of each fault's training would be another without it; earlier faults stay, since they have moved the weights."""
     with_it = [replace(each.setup, faults=each.setup.faults[: each.number + 1]) for each in answers]
     without = [replace(each.setup, faults=each.setup.faults[: each.number]) for each in answers]
-    lives = campaigns.run_each([*with_it, *without])
+    lives = campaigns.run_each([*with_it, *without], timeout=300.0)
     pairs = zip(lives[: len(answers)], lives[len(answers) :], strict=True)
     return [any(differences(a.end(rank), b.end(rank)) for rank in range(a.world_size)) for a, b in pairs]
 

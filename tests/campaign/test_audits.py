@@ -8,7 +8,20 @@ from typing import Any
 
 import pytest
 
-from campaign._audits import ALONE, PLACES, SEVERAL, Answer, audits_of, changes, draw, draw_setup, inject, table
+from campaign._audit_habits import HABITS, IN_STAGES, draw_habit
+from campaign._audits import (
+    ALONE,
+    PLACES,
+    SEVERAL,
+    Answer,
+    Audited,
+    audits_of,
+    changes,
+    draw,
+    draw_setup,
+    inject,
+    table,
+)
 from campaign._campaign import Campaigns
 
 
@@ -73,6 +86,41 @@ def test_steps_whose_gradients_overflow(campaigns: Campaigns, place: str) -> Non
     assert life.end()["precision/scale"] < fp16["loss_scale"], "backward has not overflowed: the scale has only grown"
     campaigns.require_same_end(setup, [life], timeout=300.0)
     _require_found(campaigns, inject(campaigns, [place], [0], **fp16))
+
+
+def _require_silence(campaigns: Campaigns, setups: list[Audited]) -> None:
+    """Require no alarm, the bits of trainings without audits, and audits of all steps or a reason why there are none."""
+    lives = campaigns.run_each(setups, timeout=120.0)
+    for setup, life in zip(setups, lives, strict=True):
+        found, what = audits_of(life), getattr(setup, "habit", "")
+        print(f"\n{what} on {setup.world_size}: {found['audits']} audits, left out: {found['left_out']}")
+        assert found["findings"] == [], f"{what}: {found}\n{life.log()}"
+        assert found["left_out"] or (found["audits"], found["audited"]) == (setup.steps - 1,) * 2, f"{what}: {found}"
+        campaigns.require_same_end(setup, [life])
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("habit", [*HABITS, "skipped"])
+def test_habits_of_user_code_are_no_faults(campaigns: Campaigns, habit: str) -> None:
+    """Whatever a step writes, reads, asks or refuses."""
+    places = ["1 replica"] if habit == "skipped" else ["3 ranks", "2 replicas", "3 ranks, DDP", "1 replica"]
+    places += ["2 stages, 2 replicas"] * (habit in IN_STAGES)
+    _require_silence(campaigns, [draw_habit(place, 0, habit) for place in places])
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("number", range(10))
+def test_drawn_habits_are_no_faults(campaigns: Campaigns, number: int) -> None:
+    """In all places."""
+    _require_silence(campaigns, [draw_habit(place, number) for place in PLACES])
+
+
+@pytest.mark.parametrize("habit", ["clamp", "only_one_rank"])
+def test_a_habit_is_no_fault(campaigns: Campaigns, habit: str) -> None:
+    """Steps that edit weights are audited; such as depend on what is nowhere else are not."""
+    _require_silence(campaigns, [draw_habit("2 replicas", 0, habit)])
 
 
 def test_a_device_that_multiplies_wrong_is_named(campaigns: Campaigns) -> None:

@@ -20,7 +20,8 @@ from safetensors.torch import load_file
 from inspection._runs import Small
 from lightning_moe_ckpt.cli import main
 from lightning_moe_ckpt.errors import ConfigurationError, StorageRefused
-from lightning_moe_ckpt.fit._rerun import Rerun, StepDump, _expect_fits, _silence
+from lightning_moe_ckpt.fit._rerun import Rerun, StepDump, _expect_fits
+from lightning_moe_ckpt.fit.loggers._once import silence
 from lightning_moe_ckpt.launch import RERUN, RerunRequest
 from lightning_moe_ckpt.recovery import stored_losses
 from lightning_moe_ckpt.storage import RunStore, RunView, open_backend
@@ -213,7 +214,7 @@ def test_backends_refuse_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_loggers_write_nothing(tmp_path: Path) -> None:
     """They are still of their kind, and what a script asks them for is there."""
     logger = CSVLogger(tmp_path / "logs", name="mine")
-    _silence(logger, tmp_path / "scratch")
+    silence(logger, tmp_path / "scratch")
     assert isinstance(logger, CSVLogger)
     logger.log_metrics({"loss": 1.0}, step=1)
     logger.experiment.log_hparams({"lr": 1.0})

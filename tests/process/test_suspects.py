@@ -76,6 +76,18 @@ def test_results_that_vary_on_two_replicas_are_kernels() -> None:
     assert "not deterministic" in verdict.harmless
 
 
+@pytest.mark.parametrize(
+    ("partings", "named"),
+    [({}, True), ({"device": "mm"}, True), ({"code": "mul"}, False), ({"device": "mm", "code": "mul"}, True)],
+)
+def test_nobody_is_named_for_what_code_called_for(partings: dict[str, str], named: bool) -> None:
+    """Of two replicas with different results for each other's roles, which differ in one operation first."""
+    verdict = judge(ring(2, always(1, 2)), lambda rank: rank, partings)
+    assert bool(verdict.ranks) is named
+    assert not named or not verdict.harmless
+    assert named or next(iter(partings.values())) in verdict.harmless
+
+
 def test_where_a_batch_lies_in_memory_is_no_fault() -> None:
     """Its owner gets from the bytes that it sent what the others got from them."""
     table = ring(2, {(1, 0, 0): 900, (1, 0, 1): 900, (0, 0, 2): 900})

@@ -3,11 +3,12 @@
 Ranks that train data-parallel copies of one model have the same weights, so any of them can do another one's work. In an
 audited step, before its own, each rank plays the role of the rank at some distance (another node's, where there is one).
 Expert-parallel ranks and stages do so together. Digests of the gradients of both are compared before the optimizer steps. Where
-they differ, owner, player and a third rank do the step again, and `judge` names the rank at fault. All of that is undone.
+they differ, owner, player and a third rank do the step again, operation by operation, and `judge` names the rank at fault, unless
+code has called for other work. All of that is undone.
 
-A run begins with a step that is only watched: whether it could be undone. Another one is played by all, by its owner too: where
-the owner's own repetition differs, kernels are not deterministic; where other ranks differ, a step depends on its rank. Neither
-is a fault, and distances and operators that never were equal are not compared later.
+A run's first step is not played. The second is played by all, by its owner too: where the owner's own repetition differs, kernels are
+not deterministic; where other ranks differ, a step depends on its rank. Neither is a fault, and distances and operators that never were
+equal are not compared later. Nor are steps compared any more once one of them could not be played, on whichever rank.
 
 Invariant: training with audits has the bits of training without.
 """
@@ -15,23 +16,26 @@ Invariant: training with audits has the bits of training without.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Literal, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import nn
+from torch._dynamo.utils import counters
+from torch.compiler import set_stance
 
 from lightning_moe_ckpt._logging import rank_logger
-from lightning_moe_ckpt.errors import CodecError
 from lightning_moe_ckpt.fit._run import FitSession
 from lightning_moe_ckpt.fit._sessions import Standing
-from lightning_moe_ckpt.fit.in_place._plays import Asked, Play, Role, gradients_aside, pass_on, play_step
-from lightning_moe_ckpt.fit.in_place._undo import StepUndo, Watch
+from lightning_moe_ckpt.fit.in_place._plays import Operations, Play, Role, gradients_aside, pass_on, play_step
+from lightning_moe_ckpt.fit.in_place._undo import PlayUndo, StepUndo, Watch
 from lightning_moe_ckpt.fit.loggers._metrics import gather_in_stage, module_metrics
+from lightning_moe_ckpt.fit.loggers._once import silenced
 from lightning_moe_ckpt.fit.loops._trainer import compiled_modules, takes_iterator
 from lightning_moe_ckpt.operators import LoadCounter, is_sharded
+from lightning_moe_ckpt.parallel._groups import is_of_collective
 from lightning_moe_ckpt.process import AuditFigures, Finding, HookClock, OnFault, Trace, clocked, distance, judge
 from lightning_moe_ckpt.session import CheckpointSession
 
@@ -41,7 +45,7 @@ _NAMED = 4
 _REPEATS = 4
 """Repetitions on a device, where kernels may differ rarely."""
 _Turn = Literal["watched", "first", "ordinary"]
-"""Purpose of the next step: to be watched, whether it can be undone; to be audited in more ways than later ones; to be audited if due."""
+"""Purpose of the next step: to make what only a first step makes; to be audited in more ways than later ones; to be audited if due."""
 
 
 class Audits:
@@ -62,12 +66,13 @@ class Audits:
         """Distances at whose plays all ranks have agreed before."""
         self._known: set[str] = set()
         """Operators whose state is known to differ."""
-        self._watch: Watch | None = None
         self._attempt: StepUndo | None = None
-        """State before the step that is watched or audited."""
+        """State before the step that is audited."""
+        self._usual: set[str] = set()
+        """Operations between ranks that were in steps which all ranks did alike."""
+        self._compiled = _compiled()
         self._role: Role | None = None
-        self._arguments: tuple[Any, ...] = ()
-        self._sent: dict[int, bytes] = {}
+        self._sent: dict[int, bytes | None] = {}
         """Other ranks' roles, by distance."""
         self._plays: dict[int, Play] = {}
         """Plays before the step under way, by distance."""
@@ -84,24 +89,22 @@ class Audits:
         began, step = time.perf_counter(), self._trainer.global_step + 1
         sessions = self._run.sessions
         is_new = sessions.now is not self._session
+        if self._own is not None and not is_new:  # a step that gave no loss has no backward
+            self._skipped()
         if (step == self._step and not is_new) or sessions.standing is not Standing.TOGETHER:
             return  # a later batch of this step, or a stage that repeats steps alone
         self._step = step
         if is_new:  # groups were made anew: ranks may be new that know nothing of the audits before
             self._session, self._turn, self.clock = sessions.now, "watched", self._run.clock
-            self._trusted, self._known = {*sessions.now.suspects.trusted}, set()
+            self._trusted, self._known, self._usual = {*sessions.now.suspects.trusted}, set(), set()
         self.close()
         self._say_cost()
         due = self._turn != "ordinary" or step % self._every == 0
         if not due or not self._exchange.all_agree(not sessions.now.replaying):
             return
         if self._turn == "watched":
-            reasons = [*self._reasons()]
-            self._hold(arguments)
-            self._leave_out(reasons)
-            if self.figures.left_out:
-                self.close()
-                self._turn = "first"
+            self._leave_out([*self._reasons()])
+            self._turn = "first"
         else:
             began += self._begin_audit(arguments)
             self._spent(began)
@@ -110,18 +113,10 @@ class Audits:
     def backward_ends(self) -> None:
         """Compare the step under way, if it is audited, before its gradients are used. Collective then."""
         began, own = time.perf_counter(), self._own
-        if self._attempt is None:
+        if own is None:
             return
         if self._run.sessions.now is not self._session:  # the step was begun again, beside a stage that had failed
             self.close()
-            return
-        if own is None:
-            lost = self._attempt.lost() or (
-                "the module has containers that are not looked into" * self._attempt.incomplete
-            )
-            self._leave_out([lost] if lost else [])
-            self.close()
-            self._turn = "first"
             return
         own.__exit__()
         finding, clean = self._compare(own)
@@ -145,13 +140,17 @@ class Audits:
             yield "`training_step(dataloader_iter)` fetches its batch itself"
         if is_sharded(module):
             yield "parameters are in shards"
-        if any(isinstance(each, nn.Embedding) and each.max_norm is not None for each in module.modules()):
-            yield "`nn.Embedding(max_norm=...)` changes weights in forward"
-        if module.device.type != "cpu" and (torch.backends.cudnn.benchmark or compiled_modules(module)):
-            yield "`cudnn.benchmark`, or a compiler, chooses kernels by their time"
+        if module.device.type != "cpu" and torch.backends.cudnn.benchmark:
+            yield "`cudnn.benchmark` chooses kernels by their time"
         for name, metric in module_metrics(module):
             if metric.process_group is not None or metric.dist_sync_fn not in (None, gather_in_stage):
                 yield f"the metric `{name}` chooses by itself which ranks it asks"
+
+    def _unplayable(self) -> list[str]:
+        """Return why this step cannot be played, as far as it can be told before."""
+        if compiled_modules(self._module) or _compiled() != self._compiled:
+            return ["compiled code cannot be followed"]
+        return []
 
     def _leave_out(self, reasons: list[str]) -> None:
         """Agree on why steps are not played, and say it once. Collective."""
@@ -196,67 +195,87 @@ class Audits:
             self._turn = "ordinary"
             self._ended(finding, clean=not odd)
             return 0.0
-        self._hold(arguments)
+        self._role = Role(self._trainer, self._module, self._run, arguments)
         distances, more = self._distances(), 0.0
         for each in dict.fromkeys([*distances, 0] if self._turn == "first" else distances[:1]):
             began = time.perf_counter()
-            if (sent := self._received(each)) is None:
-                break
-            self._sent[each], self._plays[each] = sent, self._played(sent)
+            self._sent[each] = self._received(each)
+            self._plays[each] = self._played(self._sent[each])
             more += (time.perf_counter() - began) * (each != distances[0])
-        plain = self._replicas > 2 and session.job.groups.num_stages == 1
-        if self._turn == "first" and plain and not self.figures.left_out:
-            with Asked() as asked:
-                self._played(b"")
-            names = ", ".join(sorted(asked.found))
-            # Sums over ranks are rounded otherwise where ranks have changed places.
-            why = f"a step asks other ranks ({names}), whose roles change places in an audit"
-            self._leave_out([why] if names else [])
+        self._leave_out([*self._failures(self._plays.values())])
         session.forward_begins(self._run.sessions.last_step)  # what plays have counted is none of the step's
         if self.figures.left_out:
             self.close()
             self._turn = "ordinary"
             self._ended(None)
             return more
-        self._own = Play(self._module, session.job.operators, keeps=True)
+        watch = Watch(self._module)
+        self._attempt = StepUndo(self._trainer, self._module, self._run, arguments, watch, whole=True)
+        self._own = Play(self._module, session.job.operators)
         self._own.__enter__()
         return more
 
-    def _hold(self, arguments: tuple[Any, ...]) -> None:
-        self._arguments = arguments
-        self._role = Role(self._trainer, self._module, self._run, arguments)
-        self._watch = Watch(self._module)
-        self._attempt = StepUndo(self._trainer, self._module, self._run, arguments, self._watch)
+    def _failures(self, plays: Iterable[Play]) -> Iterator[str]:
+        """Yield why plays cannot be compared with the step that counts."""
+        for play in plays:
+            if play.failed:
+                yield play.failed
+            asked = play.operations.asked - self._usual if play.operations is not None else set()
+            # Of two ranks sums are equal where these have changed places, if they were once.
+            if self._turn == "first" and not (self._replicas > 2 and self._run.session.job.groups.num_stages == 1):
+                self._usual |= asked
+            elif asked:
+                # Sums over ranks are rounded otherwise where ranks have changed places.
+                yield f"a step asks other ranks ({', '.join(sorted(asked))}), whose roles change places in an audit"
 
     def _received(self, distance_: int) -> bytes | None:
-        """Return another rank's role; nothing for one's own, `None` if some rank's batch cannot be sent. Collective."""
+        """Return another rank's role; nothing for one's own, `None` if some rank's cannot be sent. Collective."""
         assert self._role is not None
         if distance_ == 0:
             return b""
         digests = [row[0] for row in self._exchange.gather([self._role.buffers_digest()])]
-        to, reasons = self._at(-distance_), list[str]()
-        try:
-            sent = self._role.sent(buffers=digests[to] != digests[self._exchange.rank])
-        except CodecError as error:
-            sent, reasons = b"", [f"a batch cannot be sent to another rank: {error}"]
-        received = pass_on(self._exchange, sent, to=to, source=self._at(distance_))
-        if received is None:
-            self._leave_out(reasons)
-        return received
+        to = self._at(-distance_)
+        sent = self._role.sent(buffers=digests[to] != digests[self._exchange.rank])
+        return pass_on(self._exchange, sent, to=to, source=self._at(distance_))
 
-    def _played(self, sent: bytes) -> Play:
-        """Play a role from its bytes, one's own from none, and undo it all."""
-        assert self._attempt is not None
+    def _played(self, sent: bytes | None, *, listed: bool = False) -> Play:
+        """Play a role from its bytes, one's own from none, and undo it all. Collective."""
         assert self._role is not None
+        before, operations = Operations(), Operations(listed=listed)
+        play = Play(self._module, self._run.session.job.operators, operations)
+        role, arguments = self._role, self._role.arguments
         counts = [undo for counter in [*LoadCounter.installed] for undo in counter.hold()]  # a play is no step
-        with gradients_aside(self._module):
-            arguments = self._role.take_up(sent) if sent else self._arguments
-            with Play(self._module, self._run.session.job.operators) as play:
-                play_step(self._trainer, self._module, arguments)
-            self._attempt.undo()
-        for undo in counts:
-            undo()
+        with (
+            gradients_aside(self._module),
+            silenced(self._trainer.loggers),
+            set_stance("force_eager"),
+            ExitStack() as stack,
+        ):
+            try:
+                undo = PlayUndo(self._trainer, self._module, self._run, arguments)
+                stack.callback(undo.undo, operations, before)
+                reasons = [*self._unplayable(), *(f"a step could use up {each}" for each in undo.unheld)]
+                play.failed = role.unsent or "; ".join(reasons)
+                if sent and not play.failed:
+                    with before:
+                        arguments = role.take_up(sent)
+            except Exception as error:  # noqa: BLE001  # the user's objects may raise anything
+                play.failed = f"another rank's part of a step cannot be taken: {type(error).__name__}: {error}"
+            if self._exchange.all_agree(sent is not None and not play.failed):
+                self._play(play, arguments)
+        for each in counts:
+            each()
         return play
+
+    def _play(self, play: Play, arguments: tuple[Any, ...]) -> None:
+        groups = self._run.session.job.groups
+        try:
+            with play:
+                play_step(self._trainer, self._module, arguments)
+        except Exception as error:
+            if is_of_collective(error) or groups.ep_size > 1 or groups.num_stages > 1:
+                raise  # other ranks wait for this one inside the step
+            play.failed = f"a step cannot be done in another rank's place, or again: {type(error).__name__}: {error}"
 
     def _compare(self, own: Play) -> tuple[Finding | None, bool]:
         """Compare the step that counts with its plays, and look closer where they differ. Return whether it is known to be right. Collective."""
@@ -275,12 +294,13 @@ class Audits:
         wrong = [each for each, found in differing.items() if any(found)]
         self._trusted |= {*distances} - {*wrong}
         trusted = self._trusted.issuperset(wrong)
-        finding = self._triage(own) if wrong and trusted else None
+        finding = self._triage(own) if wrong and (trusted or first) else None
         # From an earlier incarnation only the ranks that gave way are known: others may be on devices of another kind by now.
-        if first and finding is not None and not {*finding.ranks} & {*self._run.session.suspects.ranks}:
+        known = {*finding.ranks} & {*self._run.session.suspects.ranks} if finding is not None else {0}
+        if not trusted or (first and not known):
             trusted, finding = False, None
             self._trusted -= {*wrong}
-        if first and wrong and not trusted:
+        if first and wrong and not trusted and not self.figures.left_out:
             ranks = sorted({rank for each in wrong for rank, differs in enumerate(differing[each]) if differs})
             log.warning(
                 "ranks %s get other gradients from the same batch than its own rank does, from the first audit on: either a step depends on "
@@ -294,8 +314,12 @@ class Audits:
         """Do the step again on its owner, on its player, and on a third rank, and judge. Collective."""
         assert self._role is not None
         rank, distances = self._exchange.rank, self._distances()
+        lost = self._attempt.lost() if self._attempt is not None else ""
+        self._leave_out([f"gradients differ where they cannot be looked into: {lost}"] if lost else [])
+        if self.figures.left_out:
+            return None
         watch = Watch(self._module)
-        after = StepUndo(self._trainer, self._module, self._run, self._arguments, watch)
+        after = StepUndo(self._trainer, self._module, self._run, self._role.arguments, watch, whole=True)
         with gradients_aside(self._module):
             assert self._attempt is not None
             self._attempt.undo()
@@ -303,23 +327,43 @@ class Audits:
             traces: dict[int, list[Trace]] = {rank: [own.trace]}
             for each, play in self._plays.items():
                 traces.setdefault(self._at(each), []).append(play.trace)
-            repeats = 1 if self._module.device.type == "cpu" else _REPEATS
-            traces[rank] += [self._played(sent).trace for sent in [*[b""] * repeats, whole]]
+            repeats = 2 if self._module.device.type == "cpu" else _REPEATS
+            plays = [self._played(sent, listed=True) for sent in [*[b""] * repeats, whole]]
+            traces[rank] += [each.trace for each in plays]
+            listed = [cast("Operations", each.operations) for each in plays]
+            found = [listed[0].parting(each.rows) for each in listed[1:]]
             for each in distances if self._replicas > 1 else ():
-                sent = self._sent.get(each) or self._received(each)
-                assert sent is not None
-                traces.setdefault(self._at(each), []).append(self._played(sent).trace)
-            after.undo()
+                sent = self._sent[each] if each in self._sent else self._received(each)
+                plays.append(self._played(sent, listed=True))
+                traces.setdefault(self._at(each), []).append(plays[-1].trace)
+                operations = cast("Operations", plays[-1].operations)
+                rows = pass_on(self._exchange, operations.rows, to=self._at(each), source=self._at(-each))
+                found.append(listed[0].parting(rows or b""))
+            after.put_back()
         watch.accesses.close()
-        rows = self._exchange.gather_values([[owner, played] for owner, played in traces.items()])
-        plays = {player: dict(cast("list[tuple[int, list[Trace]]]", row)) for player, row in enumerate(rows)}
+        self._leave_out([*self._failures(plays)])
+        if self.figures.left_out:
+            return None
+        rows_ = self._exchange.gather_values([[[owner, played] for owner, played in traces.items()], found])
+        said = cast("list[tuple[list[tuple[int, list[Trace]]], list[list[str]]]]", rows_)
+        table = {player: dict(row) for player, (row, _) in enumerate(said)}
+        partings = {kind: name for _, row in said for kind, name in filter(None, row)}
         groups = self._run.session.job.groups
-        verdict = judge(plays, lambda each: each % groups.stage_size // groups.ep_size)
+        verdict = judge(table, lambda each: each % groups.stage_size // groups.ep_size, partings)
         if verdict.harmless:
             self._leave_out([verdict.harmless])
         if not verdict.ranks:
             return None
         return self._finding("compute", verdict.ranks, self._operators(own), sticky=verdict.sticky)
+
+    def _skipped(self) -> None:
+        """End the audit of a step without backward."""
+        own, self._own = self._own, None
+        assert own is not None
+        own.__exit__()
+        is_clean = self._exchange.world_size == 1 and all(own.trace == each.trace for each in self._plays.values())
+        self._turn = "ordinary"
+        self._ended(None, clean=is_clean)
 
     def _operators(self, own: Play) -> tuple[str, ...]:
         """Return the operators whose gradients differ between the step that counts and its plays. Collective."""
@@ -386,7 +430,12 @@ class Audits:
         """Let go of the step under way."""
         if self._own is not None:
             self._own.__exit__()
-        if self._watch is not None:
-            self._watch.accesses.close()
-        self._attempt = self._role = self._own = self._watch = None
-        self._arguments, self._sent, self._plays = (), {}, {}
+        if self._attempt is not None:
+            self._attempt.accesses.close()
+        self._attempt = self._role = self._own = None
+        self._sent, self._plays = {}, {}
+
+
+def _compiled() -> int:
+    """Return how many frames torch has compiled in this process."""
+    return int(counters["frames"]["total"])

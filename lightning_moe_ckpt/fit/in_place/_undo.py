@@ -28,10 +28,11 @@ from torchmetrics import Metric
 
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.fit._run import FitSession
+from lightning_moe_ckpt.fit.in_place._plays import Operations
 from lightning_moe_ckpt.fit.loggers._metrics import gather_in_stage, hold_metrics, module_metrics, modules_of
-from lightning_moe_ckpt.fit.loops._trainer import callbacks_of
+from lightning_moe_ckpt.fit.loops._trainer import callbacks_of, datamodule_of
 from lightning_moe_ckpt.fit.objects._memento import Memento, is_small
-from lightning_moe_ckpt.fit.objects._users import MOST_ITEMS_IN_A_STEP
+from lightning_moe_ckpt.fit.objects._users import MOST_ITEMS_IN_A_STEP, is_library
 from lightning_moe_ckpt.parallel import stepped_of
 from lightning_moe_ckpt.snapshot import DataAccess, versions
 
@@ -49,7 +50,7 @@ class Watch:
 
     def hold(self, module: LightningModule, others: Iterable[object]) -> Memento:
         """Return the memento of buffers and other objects as an attempt begins; a step may replace buffers."""
-        spaces = [each._buffers for each in modules_of(module) if each._buffers]
+        spaces = [each._buffers for each in modules_of(module)]
         for buffer in (each for space in spaces for each in space.values()):
             if buffer is not None and not _is_small(buffer):
                 self._calm.setdefault(buffer, 0.0)
@@ -74,20 +75,28 @@ class Watch:
 
 
 class StepUndo:
-    """State that a step may change, held at its begin."""
+    """State that a step may change, held at its begin; with `whole` all that `hold_reachable` finds."""
 
-    def __init__(self, trainer: Trainer, module: LightningModule, run: FitSession, batch: Any, watch: Watch) -> None:
-        users, held = _hold_users(trainer, module), watch.hold(module, [batch, *run.generators()])
-        self._put_back = [
-            *(run.hold_attempt(), hold(trainer, module), held.restore, users.restore),
-            *(each.hold_attempt() for each in callbacks_of(trainer) if hasattr(each, "hold_attempt")),
-        ]
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        run: FitSession,
+        batch: Any,
+        watch: Watch,
+        *,
+        whole: bool = False,
+    ) -> None:
+        held = watch.hold(module, [batch, *run.generators()])
+        users = hold_reachable(trainer, module) if whole else [_hold_users(trainer, module)]
+        self._put_back = [*_hold_loops(trainer, module, run), held.restore, *(each.restore for each in users)]
         self.learn = functools.partial(watch.learn, held)
         """Call to note this attempt's changes, at its end."""
-        self._uncopied = [pair for each in (held, users) for pair in each.tensors if isinstance(pair[1], int)]
-        self.incomplete = users.incomplete
+        self._uncopied = [pair for each in (held, *users) for pair in each.tensors if isinstance(pair[1], int)]
+        self.incomplete = users[0].incomplete
         """Whether the module has containers not looked into."""
-        self._accesses, self._count = watch.accesses, watch.accesses.count
+        self.accesses, self._count = watch.accesses, watch.accesses.count
+        """Accesses to `.data` of weights, and their number at the begin."""
         spaces = [part._parameters for part in modules_of(module)]
         self._module, self._weights = module, [each for space in spaces for each in space.values() if each is not None]
         self._versions = versions(self._weights)
@@ -95,7 +104,7 @@ class StepUndo:
 
     def edits(self) -> str:
         """Return how weights have changed since, or may have changed; empty if they have not."""
-        if self._accesses.count != self._count:
+        if self.accesses.count != self._count:
             return "a step uses `.data` of weights"
         pairs = zip(self._versions, versions(self._weights), strict=True)
         changed = {id(each) for each, (was, now) in zip(self._weights, pairs, strict=True) if was != now}
@@ -117,10 +126,67 @@ class StepUndo:
             raise CheckpointError(
                 f"A step that has begun cannot be done again here: {lost}. When this process ends, another one takes its place."
             )
+        self.put_back()
+
+    def put_back(self) -> None:
+        """Restore everything as `undo` does, where nothing is lost."""
         for put_back in self._put_back:
             put_back()
         for weight, gradient in self._gradients:
             weight.grad = None if gradient is None else gradient.clone()
+
+
+class PlayUndo:
+    """State before a play apart from training, whose tensors are restored by its `operations`."""
+
+    def __init__(self, trainer: Trainer, module: LightningModule, run: FitSession, batch: Any) -> None:
+        held = [*hold_reachable(trainer, module), Memento([batch, *run.generators()], apart=APART)]
+        self._put_back = [*_hold_loops(trainer, module, run), *(each.restore for each in held)]
+        self.unheld = sorted(held[0].used_up)
+        """Why a play could not be undone, in words."""
+        if held[0].incomplete:
+            self.unheld.append("containers that are not looked into")
+        weights = [*module.parameters(), *module.buffers()]
+        found = {id(each): each for each in weights} | {id(each): each for own in held for each, _ in own.tensors}
+        dense = [each for each in found.values() if each.layout is torch.strided and not each.is_inference()]
+        self._tensors = [(each, each.detach(), each._version) for each in dense]
+        self._weights = {*map(id, weights)}
+        for each in held:
+            each.tensors.clear()  # without copies
+
+    def undo(self, *operations: Operations) -> None:
+        """Restore everything as it was before the play, and before other operations, the last ones first."""
+        for each in operations:
+            each.restore()
+        for tensor, was, version in self._tensors:
+            place = was.data_ptr(), was.dtype, was.shape, was.stride()
+            if (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) != place:
+                tensor.data = was
+            if tensor._version == version:
+                continue
+            if id(tensor) in self._weights:  # what another thread has copied of them meanwhile does not count
+                torch.autograd.graph.increment_version(tensor)
+            else:
+                torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+        for put_back in self._put_back:
+            put_back()
+
+
+def _hold_loops(trainer: Trainer, module: LightningModule, run: FitSession) -> list[Callable[[], None]]:
+    own = [each.hold_attempt() for each in callbacks_of(trainer) if hasattr(each, "hold_attempt")]
+    return [run.hold_attempt(), hold(trainer, module), *own]
+
+
+def hold_reachable(trainer: Trainer, module: LightningModule) -> list[Memento]:
+    """Return mementos of what a step's code may reach but weights, buffers and the optimizer's tensors: the module's, and others'."""
+    states = [value for own in trainer.optimizers for each in own.state.values() for value in each.values()]
+    weights = [*module.parameters(), *module.buffers(), *(each for each in states if isinstance(each, Tensor))]
+    loaders = getattr(trainer.fit_loop._combined_loader, "flattened", [])
+    callbacks = [each for each in callbacks_of(trainer) if not is_library(type(each))]
+    others = [datamodule_of(trainer), trainer.optimizers, trainer.lr_scheduler_configs, callbacks]
+    others += [each.dataset for each in loaders if hasattr(each, "dataset")]
+    make = functools.partial(Memento, restored=weights, apart=_FAR, most_items=MOST_ITEMS_IN_A_STEP, code=True)
+    return [make([module]), make(others)]
 
 
 def _unzeroed(trainer: Trainer, weights: Iterable[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
@@ -157,6 +223,9 @@ _OF_RESULTS = ("value", "cumulated_batch_size", "_forward_cache", "_update_count
 APART: tuple[type, ...] = (nn.Module, nn.Parameter, Optimizer, Trainer, Strategy, Logger, Callback)
 APART += (LightningDataModule, Dataset, DataLoader)
 """Types to which a module's attribute may lead without being part of it."""
+
+
+_FAR: tuple[type, ...] = (Trainer, Strategy, Logger, DataLoader)
 
 
 def never_alone(trainer: Trainer, module: LightningModule, own: tuple[type[Callback], ...]) -> list[str]:

@@ -20,17 +20,19 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import inspect
 import json
 import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 from typing_extensions import override
 
 from lightning_moe_ckpt._logging import rank_logger
@@ -409,3 +411,41 @@ def _events_in(folder: Path) -> LineCounts:
     paths = sorted(folder.glob("events.out.tfevents.*"))
     events = (event for path in paths for event in loader(str(path)).Load())
     return Counter((event.step, value.tag) for event in events for value in event.summary.value)
+
+
+_READS = {"name", "version", "group_separator", "save_dir", "root_dir", "log_dir", "experiment"}
+
+
+@contextlib.contextmanager
+def silenced(loggers: Iterable[Logger]) -> Iterator[None]:
+    """Let loggers write nothing in the body; their folders stay."""
+    kept = [(logger, type(logger), dict(vars(logger))) for logger in loggers]
+    try:
+        for logger, _, space in kept:
+            silence(logger)
+            for name in space.keys() & vars(type(logger)).keys():
+                del vars(logger)[name]  # such as `LoggedOnce`'s
+        yield
+    finally:
+        for logger, cls, space in kept:
+            logger.__class__ = cls
+            vars(logger).update(space)
+
+
+def silence(logger: Logger, folder: Path | None = None) -> None:
+    """Let a logger write nothing; user code finds `folder` as its folder.
+
+    It gets a subclass of its own class, so that code that asks for its kind, or its `experiment`, finds them.
+    """
+    cls = type(logger)
+    if hasattr(cls, "is_silent"):
+        return
+    kept = {*vars(object), *_READS}
+    found = inspect.getmembers_static(cls)
+    writes = [name for name, each in found if name[0] != "_" and name not in kept and inspect.isfunction(each)]
+    members: dict[str, Any] = dict.fromkeys(writes, lambda *_, **__: None)
+    if folder is not None:
+        members |= {name: property(lambda _: folder) for name in ("save_dir", "root_dir") if hasattr(cls, name)}
+    experiment = DummyLogger().experiment
+    members |= {"experiment": property(lambda _: experiment), "is_silent": True, "__module__": cls.__module__}
+    logger.__class__ = type(cls.__name__, (cls,), {**members, "__qualname__": cls.__qualname__})

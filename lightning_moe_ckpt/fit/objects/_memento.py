@@ -9,7 +9,7 @@ since they refer to each other: an attribute gets its former object back, and th
 tensors are not copied, unless asked for: the model's are restored from a generation, and others, such as data, must not
 have changed.
 
-Out of reach: class attributes, globals, closures, iterators, and content of the standard library's objects.
+Out of reach: closures, iterators, and content of the standard library's objects; class attributes and globals unless asked for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from enum import Enum
 from functools import lru_cache
 from pathlib import PurePath
@@ -29,7 +29,15 @@ import torch
 from torch import Tensor
 
 from lightning_moe_ckpt.errors import CheckpointError
-from lightning_moe_ckpt.fit.objects._users import GENERATORS, MOST_ITEMS, refill, restore_values, slots_of
+from lightning_moe_ckpt.fit.objects._users import (
+    GENERATORS,
+    MOST_ITEMS,
+    is_library,
+    refill,
+    restore_values,
+    slots_of,
+    why_not,
+)
 from lightning_moe_ckpt.journal import HeldGenerator, capture_rng, restore_rng
 
 _FILLED = (list, bytearray, set, deque)
@@ -40,6 +48,9 @@ _ATOMS = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 _FOREIGN = {*sys.stdlib_module_names, "fsspec", "tqdm", "rich", "tensorboard"}
 """Packages whose objects are not searched: connections, files, threads, windows."""
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_USED_UP = {"state of an iterator", "state of a queue", "state of an open file", "state that the system holds"}
+_STREAMS = {"stdin", "stdout", "stderr", "__stdin__", "__stdout__", "__stderr__"}
+_PLAIN = (list, dict, set, deque, bytearray, np.ndarray, Tensor)
 _MISSING = object()
 _is_any: Callable[[type, tuple[type, ...]], bool] = lru_cache(maxsize=4096)(issubclass)
 
@@ -55,6 +66,11 @@ def _ways(kind: type) -> tuple[Any, bool, Collection[str]]:
 _ways_of: Callable[[type], tuple[Any, bool, Collection[str]]] = lru_cache(maxsize=4096)(_ways)
 
 
+def _is_at_work(each: object) -> bool:
+    """Return whether an object is our own: other threads may be at work in it."""
+    return type(each).__module__.partition(".")[0] == "lightning_moe_ckpt" and not isinstance(each, torch.nn.Module)
+
+
 def is_small(each: Any, most_nbytes: int = 2**20) -> bool:
     """Return whether a tensor, if dense, or an array is small enough to be copied."""
     return (not isinstance(each, Tensor) or each.layout is torch.strided) and bool(each.nbytes <= most_nbytes)
@@ -66,7 +82,7 @@ class Memento:
 
     Tensors in `restored` get their values elsewhere, objects of types in `apart` are left alone, and of containers
     longer than `most_items` only the items' identities are remembered. `copies` returns whether a tensor or array is
-    copied; by default those up to 1 MiB.
+    copied; by default those up to 1 MiB. With `code`, attributes of the user's classes and values in their modules are remembered too.
     """
 
     def __init__(
@@ -78,10 +94,15 @@ class Memento:
         apart: tuple[type, ...] = (),
         most_items: int = MOST_ITEMS,
         copies: Callable[[Any], bool] = is_small,
+        code: bool = False,
     ) -> None:
-        self._apart, self._most_items, self._copies = (*_OPAQUE, *apart), most_items, copies
+        self._apart, self._most_items, self._copies, self._code = (*_OPAQUE, *apart), most_items, copies, code
         self.incomplete = False
         """Whether there are objects in longer containers, whose content is not remembered."""
+        self.used_up: set[str] = set()
+        """Found objects whose state changes by use and cannot be remembered, in words."""
+        self._owners: dict[int, tuple[Any, dict[str, Any]]] = {}
+        """Classes and modules of the user's, with their values."""
         self._restored = {id(tensor): tensor for tensor in restored}
         self._spaces: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         """Objects' attributes, and dictionaries."""
@@ -102,6 +123,8 @@ class Memento:
 
     def restore(self) -> None:
         """Restore everything remembered. Raises `CheckpointError` if a large tensor that was not copied has changed."""
+        for owner, names in self._owners.values():
+            _restore_names(owner, names)
         for space, items in self._spaces:
             _restore_space(space, items)
         for owner, name, value in self._slots:
@@ -148,7 +171,9 @@ class Memento:
             behind.append(each.__self__)
         elif how is np.ndarray and each.flags.writeable and self._copies(each):
             self._arrays.append((each, each.copy()))
-        if not has_attributes:
+        if self._code:
+            self._remember_code(each, behind, is_whole=not has_attributes)
+        if not has_attributes or (self._code and _is_at_work(each)):
             return behind
         space = getattr(each, "__dict__", None)
         if isinstance(space, dict):
@@ -159,6 +184,14 @@ class Memento:
             behind.append(value)
         return behind
 
+    def _remember_code(self, each: Any, behind: list[object], *, is_whole: bool) -> None:
+        """Remember values in the user's classes of an object; note an object whose state changes by use, and cannot be remembered."""
+        if is_whole and (why := why_not(each)) in _USED_UP and not any(each is getattr(sys, name) for name in _STREAMS):
+            self.used_up.add(f"{why} ({type(each).__module__}.{type(each).__qualname__})")
+        for owner in type(each).__mro__:
+            if id(owner) not in self._owners and not is_library(owner):
+                behind.extend(self._remember_names(owner))
+
     def _remember_space(self, space: dict[Any, Any], behind: list[object]) -> None:
         self._spaces.append((space, space.copy() if type(space) is dict else dict(space.items())))
         behind.extend(self._within(space.values()))
@@ -168,6 +201,14 @@ class Memento:
             return items
         self.incomplete |= not _ATOMS.issuperset(map(type, items))
         return ()
+
+    def _remember_names(self, owner: type) -> Iterator[object]:
+        """Remember values in a class and in its module; other things than plain containers of the module are not looked into."""
+        for each in filter(None, (owner, sys.modules.get(owner.__module__))):
+            if id(each) not in self._owners:
+                names = {name: value for name, value in vars(each).items() if name[:2] != "__"}
+                self._owners[id(each)] = each, names
+                yield from (value for value in names.values() if each is owner or isinstance(value, _PLAIN))
 
     def _remember_tensor(self, tensor: Tensor) -> None:
         if tensor.grad_fn is not None or tensor.is_meta:
@@ -187,6 +228,15 @@ def _restore_space(space: dict[Any, Any], items: dict[Any, Any]) -> None:
     if [id(each) for pair in space.items() for each in pair] == [id(each) for pair in items.items() for each in pair]:
         return
     refill(space, items.items())
+
+
+def _restore_names(owner: Any, names: dict[str, Any]) -> None:
+    now = {name: value for name, value in vars(owner).items() if name[:2] != "__"}
+    for name in now.keys() - names.keys():
+        delattr(owner, name)
+    for name, value in names.items():
+        if now.get(name, _MISSING) is not value:
+            setattr(owner, name, value)
 
 
 def _restore_tensor(tensor: Tensor, kept: Tensor | int | None) -> None:
