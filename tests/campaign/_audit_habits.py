@@ -128,7 +128,7 @@ class Doing:
         data = self.trainer.train_dataloader.dataset  # type: ignore[attr-defined]
         if step >= LATE:
             data.written = [*getattr(data, "written", []), mean_of(batch)]
-        return 1 + 0.01 * getattr(data, "written", [0.0])[-1]
+        return 1 + 0.01 * float(getattr(data, "written", [0.0])[-1])
 
     def _queue(self, step: int, batch: Any) -> float:
         self.waiting.put(mean_of(batch))
