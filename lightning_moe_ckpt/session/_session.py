@@ -29,7 +29,7 @@ from lightning_moe_ckpt.session._opening import OpenRun, open_run
 from lightning_moe_ckpt.session._report import Durations, Report, measured_figures, run_figures
 from lightning_moe_ckpt.session._tiers import build_on_stored, report_failures
 from lightning_moe_ckpt.snapshot import Copies, WindowLayout, log_plan
-from lightning_moe_ckpt.tiers import STORAGE
+from lightning_moe_ckpt.tiers import STORAGE, PeerWorker
 
 log = rank_logger(__name__)
 
@@ -474,7 +474,7 @@ class CheckpointSession:
             "goodput": run.account.document(),
             "measured": measured_figures(run),
             "audited": run.storage.audited,
-            "mirrors_pay": next((each.mirrors_pay for each in run.tiers.workers if each.mirrors_pay is not None), None),
+            "mirrors_pay": next((each.mirrors_pay for each in run.tiers.workers if isinstance(each, PeerWorker)), None),
             **({"suspects": list(self.suspects)} if self.suspects.ranks else {}),
             "audits": self.audit.document(),
             "slow_ranks": "" if run.tiers.stragglers is None else str(run.tiers.stragglers.figures),

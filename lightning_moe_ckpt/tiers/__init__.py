@@ -29,6 +29,7 @@ from lightning_moe_ckpt.tiers._mirrors import Mirroring as Mirroring
 from lightning_moe_ckpt.tiers._mirrors import RedundancyFigures as RedundancyFigures
 from lightning_moe_ckpt.tiers._mirrors import mirroring_of as mirroring_of
 from lightning_moe_ckpt.tiers._peer_writer import PeerRoom as PeerRoom
+from lightning_moe_ckpt.tiers._peer_writer import PeerWorker as PeerWorker
 from lightning_moe_ckpt.tiers._peer_writer import join_peers as join_peers
 from lightning_moe_ckpt.tiers._rank_memory import MemoryClaim as MemoryClaim
 from lightning_moe_ckpt.tiers._rank_memory import RankMemory as RankMemory

@@ -117,6 +117,8 @@ class PeerWorker(TierWorker):
     """
 
     paced = True
+    mirrors_pay: bool | None = None
+    """Result of `mirrors_pay`, here or in an earlier start; `None` if nobody has measured."""
 
     def __init__(
         self,

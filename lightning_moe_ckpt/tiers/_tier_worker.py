@@ -153,8 +153,6 @@ class TierWorker(ABC):
     """Whether a generation with only some operators references an older complete one for the rest."""
     audiences: frozenset[Audience] = frozenset(AUDIENCES)
     """Audiences of the files that the tier takes."""
-    mirrors_pay: bool | None = None
-    """Whether ranks copy own state much faster than the network; `None` where nobody has measured it."""
 
     def __init__(
         self,
