@@ -177,15 +177,6 @@ class DensePolicy(PeriodicPolicy):
     default_steps = 100
     kind = "dense"
 
-    @override
-    def config(self) -> dict[str, Any]:
-        """Return what identifies the policy, without the period, which does not change a window's form."""
-        return {"kind": self.kind}
-
-    @override
-    def plan(self, inputs: PlanInputs) -> Plan:
-        return Plan.of_everything(all_names(inputs.operators))
-
 
 @dataclass(frozen=True, kw_only=True)
 class DifferentialPolicy(Policy):
@@ -212,15 +203,5 @@ class DifferentialPolicy(Policy):
         return 1
 
     @override
-    def config(self) -> dict[str, Any]:
-        """Return what identifies the policy, without period, batches and mode, which do not change a stored base."""
-        return {"kind": self.kind}
-
-    @override
     def due(self, step: int, last: int | None, interval_steps: int) -> bool:
         return True
-
-    @override
-    def plan(self, inputs: PlanInputs) -> Plan:
-        """Return the plan of a base; differences have the same operators."""
-        return Plan.of_everything(all_names(inputs.operators))

@@ -23,7 +23,6 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
 
 from torch import Tensor
 from typing_extensions import override
@@ -72,11 +71,6 @@ class SelectivePolicy(ExpertPolicy):
     @override
     def budgets(self) -> Mapping[str, Budget]:
         return {MEMORY: self.local_budget, STORAGE: self.remote_budget}
-
-    @override
-    def config(self) -> dict[str, Any]:
-        """Return what identifies the policy. Period and budgets are left out: they do not change a generation's form."""
-        return {"kind": self.kind}
 
     @override
     def generations_kept(self, inputs: PlanInputs) -> int:
