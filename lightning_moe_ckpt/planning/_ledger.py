@@ -31,7 +31,7 @@ from lightning_moe_ckpt.errors import IdentityMismatch
 from lightning_moe_ckpt.journal import Arrival, Arrivals
 from lightning_moe_ckpt.operators import LoadCounter, OperatorSet, RecordKind
 from lightning_moe_ckpt.planning._budgets import Budgets
-from lightning_moe_ckpt.planning._popularity_meter import StepFollower, sum_in_order
+from lightning_moe_ckpt.planning._measures import StepFollower, sum_in_order
 from lightning_moe_ckpt.policies import (
     MEMORY,
     NEVER,
@@ -300,8 +300,7 @@ class LedgerKeeper(Counting):
 
     def __init__(self, policy: Policy, view: StateView, module: torch.nn.Module) -> None:
         self._policy, self._view = policy, view
-        width = view.widths(RecordKind.FULL)
-        nbytes = {op.name: sum(piece.numel * width(piece.fqn) for piece in op.slices) for op in view.operators}
+        nbytes = {op.name: view.record_nbytes(op, RecordKind.FULL) for op in view.operators}
         self.layouts = layouts = expert_layouts(view.operators, nbytes)
         self._counter = RoutedCounter(view.operators, module)
         self.counts = CountCopies(self._counter)

@@ -23,9 +23,15 @@ from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.planning._background import PlanMaker, StagePlans, require_plans
 from lightning_moe_ckpt.planning._budgets import MEASURED_STEPS, Budgets, ExpertBudgets, slot_sizes
-from lightning_moe_ckpt.planning._first_steps import ConsumedPrecision, CountProof, PrecisionProof
 from lightning_moe_ckpt.planning._ledger import Counting, LedgerKeeper, LossFigures
-from lightning_moe_ckpt.planning._popularity_meter import CaptureOrder, PopularityMeter, StepFollower
+from lightning_moe_ckpt.planning._measures import (
+    CaptureOrder,
+    ConsumedPrecision,
+    CountProof,
+    PopularityMeter,
+    PrecisionProof,
+    StepFollower,
+)
 from lightning_moe_ckpt.policies import MEMORY, Audience, Chains, Deltas, PlanInputs, Policy
 from lightning_moe_ckpt.snapshot import Constants, StateView, WindowLayout, why_no_deltas
 from lightning_moe_ckpt.storage import BadCopies, GenerationId, RunStore
