@@ -121,7 +121,6 @@ class IndexTap(_HookTap):
     """Name of a module that emits the indices, for experts whose input is sorted rows and counts instead."""
 
     def install(self, module: nn.Module, counts: TokenCounts) -> list[RemovableHandle]:
-        """Hook the experts' forward, and the router's."""
         emitted: list[Tensor | None] = [None]
 
         def route(out: object) -> None:
@@ -151,8 +150,6 @@ class RowsTap(_HookTap):
     """Names of the modules by global expert index."""
 
     def install(self, module: nn.Module, counts: TokenCounts) -> list[RemovableHandle]:
-        """Hook each expert's forward."""
-
         def count(expert: int, inputs: Sequence[object]) -> None:
             if (x := next(tensors_of(inputs), None)) is not None:
                 # Shapes are known on the host, so this does not wait for the device.
@@ -171,8 +168,6 @@ class MaskTap(_HookTap):
     """Index of that output."""
 
     def install(self, module: nn.Module, counts: TokenCounts) -> list[RemovableHandle]:
-        """Hook the router's forward."""
-
         def after(out: object) -> None:
             mask = out[self.output] if isinstance(out, tuple | list) else out
             if not isinstance(mask, Tensor) or mask.shape[-1:] != (counts.num_experts,):
@@ -239,7 +234,6 @@ class DemandTap(_HookTap):
     share: Share = "processed"
 
     def install(self, module: nn.Module, counts: TokenCounts) -> list[RemovableHandle]:
-        """Hook the gate's forward."""
         return [_on_output(module, self.gate, lambda out: add_share(counts, self.share, self.read(out)))]
 
 
@@ -254,7 +248,6 @@ class ChoiceTap(_HookTap):
     share: Share = "processed"
 
     def install(self, module: nn.Module, counts: TokenCounts) -> list[RemovableHandle]:
-        """Hook the router's forward."""
         limiting: Any = None if self.limit is None else module.get_submodule(self.limit)
 
         def after(out: Any) -> None:
@@ -298,7 +291,6 @@ class ProbabilityTap(_HookTap):
     """Index of the output with the values; `None` for the first that has a value per expert."""
 
     def install(self, module: nn.Module, counts: TokenCounts) -> list[RemovableHandle]:
-        """Hook the router's forward."""
         scores = [] if self.score == "auto" else [_SCORES[self.score]]
 
         def after(out: object) -> None:
@@ -330,7 +322,6 @@ class CapacityTap(_HookTap):
     returns a number, a tensor `[E]`, or `None` for all tokens."""
 
     def install(self, module: nn.Module, counts: TokenCounts) -> list[RemovableHandle]:
-        """Hook the module's forward."""
         called = module.get_submodule(self.module)
 
         def before(inputs: Sequence[object]) -> None:

@@ -52,8 +52,9 @@ class LoadCounter:
     def __init__(self, operators: OperatorSet, module: nn.Module, measure: Measure = "tokens") -> None:
         self._module, self._measure = module, measure
         dtype = torch.float64 if measure == "probabilities" else torch.int64
+        kind = "count" if measure == "tokens" else measure
         self._taps: list[tuple[MoELayerSpec, CountTap | None, TokenCounts]] = [
-            (layer, _tap(layer, measure), TokenCounts(layer.num_experts, dtype)) for layer in operators.layers
+            (layer, getattr(layer, kind), TokenCounts(layer.num_experts, dtype)) for layer in operators.layers
         ]
         self._dtype = dtype
         self._handles: list[RemovableHandle] = []
@@ -115,10 +116,6 @@ class LoadCounter:
             for _, tap, counts in self._taps:
                 if tap is not None:
                     tap.drain(self._module, counts)
-
-
-def _tap(layer: MoELayerSpec, measure: Measure) -> CountTap | None:
-    return {"tokens": layer.count, "probabilities": layer.probabilities, "capacity": layer.capacity}[measure]
 
 
 MAX_STEPS = 8

@@ -291,8 +291,12 @@ class OperatorSet:
     """Parameters that were constants until they changed: each is a dense operator by itself."""
     whole: OperatorSet | None = field(default=None, repr=False)
     """The set without constants, if this has some or had."""
-    identity: str = field(default="", repr=False)
-    """The fingerprint; it does not change when operators are split."""
+    fingerprint: str = field(default="", repr=False)
+    """Digest of names, global shapes and dtypes. Equal on all ranks, at any expert parallelism, and however operators are split.
+
+    Two models with the same fingerprint can exchange records. Expert parameters enter by layer, without the expert's index in
+    their names.
+    """
 
     def __post_init__(self) -> None:
         if len(self._by_name) < len(self.operators):
@@ -392,14 +396,6 @@ class OperatorSet:
         layers = tuple(layer for layer in whole.layers if layer.fqn in training)
         fixed = tuple(fqn for fqn in whole.dtypes if fqn in constants)
         return replace(whole, operators=tuple(kept), layers=layers, constants=fixed, thawed=tuple(thawed), whole=whole)
-
-    def fingerprint(self) -> str:
-        """Return a digest of names, global shapes and dtypes. Equal on all ranks, at any expert parallelism.
-
-        Two models with the same fingerprint can exchange records. Expert parameters enter by layer, without the expert's index in
-        their names.
-        """
-        return self.identity
 
 
 def identify(operators: Sequence[Operator], layers: Sequence[MoELayerSpec], dtypes: Mapping[str, torch.dtype]) -> str:

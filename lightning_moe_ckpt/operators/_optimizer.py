@@ -26,7 +26,7 @@ from xxhash import xxh3_128_hexdigest
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import IdentityMismatch, UnsupportedOptimizer
-from lightning_moe_ckpt.operators._copies import Beyond, copied_state, inner_optimizers, is_same, opened, put_back
+from lightning_moe_ckpt.operators._copies import Beyond, copied_state, fits, inner_optimizers, is_same, opened, put_back
 from lightning_moe_ckpt.operators._coupling import IDENTITY, Group, Reach, wideness
 from lightning_moe_ckpt.operators._optimizer_classes import (
     FoundLayout,
@@ -415,14 +415,8 @@ def load_groups_state(optimizer: Optimizer, state: Sequence[dict[str, object]]) 
             group[key] = _restore(group.get(key), value)
 
 
-def _restore(live: object, value: object) -> object:
-    if (
-        isinstance(live, Tensor)
-        and isinstance(value, Tensor)
-        and live.shape == value.shape
-        and live.dtype == value.dtype
-    ):
-        with torch.no_grad():
-            live.copy_(value)
-        return live
-    return copied_state(value)
+def _restore(live: object, value: Any) -> object:
+    if not fits(live, value):
+        return copied_state(value)
+    with torch.no_grad():
+        return live.copy_(value)

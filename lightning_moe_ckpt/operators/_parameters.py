@@ -54,7 +54,14 @@ class ParameterIndex:
             if id(param) not in self._names:
                 self._names[id(param)] = fqn
                 self.params[fqn] = param
-        _refuse({fqn: reason for fqn, param in self.params.items() if (reason := _refusal(param))})
+        reasons = {fqn: reason for fqn, param in self.params.items() if (reason := _refusal(param))}
+        if reasons:
+            named = [f"`{fqn}` {reason}" for fqn, reason in list(reasons.items())[:_MAX_NAMED]]
+            more = f" (and {len(reasons) - _MAX_NAMED} more)" if len(reasons) > _MAX_NAMED else ""
+            raise UnknownLayout(
+                f"These parameters cannot be captured exactly, slice by slice: {'; '.join(named)}{more}. Convert them before "
+                "fit, or keep what is not trained in buffers."
+            )
 
     def name(self, param: Tensor) -> str:
         """Return the first name of a parameter. Raises `KeyError` if it is not the module's."""
@@ -110,17 +117,6 @@ def join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-def _refuse(reasons: dict[str, str]) -> None:
-    if not reasons:
-        return
-    named = [f"`{fqn}` {reason}" for fqn, reason in list(reasons.items())[:_MAX_NAMED]]
-    more = f" (and {len(reasons) - _MAX_NAMED} more)" if len(reasons) > _MAX_NAMED else ""
-    raise UnknownLayout(
-        f"These parameters cannot be captured exactly, slice by slice: {'; '.join(named)}{more}. Convert them before "
-        "fit, or keep what is not trained in buffers."
-    )
-
-
 def _refusal(param: nn.Parameter) -> str | None:
     if type(param).__name__ == "UninitializedParameter":
         return "has no shape yet; run one forward before fit"
@@ -159,7 +155,6 @@ def _overlapping(intervals: list[tuple[int, int, str]]) -> Iterator[tuple[str, .
         yield tuple(group)
 
 
-_CAST, _OTHER = 0, 1
 _TO_COPY = torch.ops.aten._to_copy.default  # noqa: SLF001  # what `.to(dtype)` and autocast become
 _EMPTY = ("empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_empty_strided")
 _METADATA_ONLY = frozenset(f"aten::{name}" for name in (*_EMPTY, "new_zeros", "new_ones", "new_full"))
@@ -178,9 +173,8 @@ class ComputeDtypeProbe(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
     def __init__(self, module: nn.Module, autocast_dtype: torch.dtype | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._params = dict(module.named_parameters())
-        self._index = {fqn: i for i, fqn in enumerate(self._params)}
         self._low = autocast_dtype
-        self._flags = torch.zeros(len(self._params), 2, dtype=torch.uint8)
+        self._cast = set[str]()
         self._reasons: dict[str, set[str]] = defaultdict(set)
         self._memory: dict[tuple[str, int], list[tuple[int, int, str]]] = {}
         self._recording = False
@@ -207,7 +201,8 @@ class ComputeDtypeProbe(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
 
     def verdict(self) -> dict[str, torch.dtype]:
         """Return the dtype in which a COMPUTE record of each parameter is exact, by first name."""
-        return {fqn: self._dtype(fqn, param) for fqn, param in self._params.items()}
+        low = {fqn: self._low for fqn in self._cast if fqn not in self._reasons and self._low is not None}
+        return {fqn: low.get(fqn, param.dtype) for fqn, param in self._params.items()}
 
     def reasons(self) -> Mapping[str, frozenset[str]]:
         """Return the operations that needed the full precision, by parameter."""
@@ -223,10 +218,6 @@ class ComputeDtypeProbe(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
             for fqn in set(self._read([*args, *kwargs.values()])):
                 self._record(func, fqn, out)
         return out
-
-    def _dtype(self, fqn: str, param: Tensor) -> torch.dtype:
-        cast, other = self._flags[self._index[fqn]].tolist()
-        return self._low if self._low is not None and cast and not other else param.dtype
 
     def _locate(self) -> dict[tuple[str, int], list[tuple[int, int, str]]]:
         """Return the byte intervals of parameters that could be stored in less, by storage."""
@@ -249,13 +240,10 @@ class ComputeDtypeProbe(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
                 yield from (fqn for first, last, fqn in intervals if first < stop and start < last)
 
     def _record(self, func: Any, fqn: str, out: Any) -> None:
-        if _is_neutral(func):
-            return
         if func is _TO_COPY and isinstance(out, Tensor) and out.dtype == self._low:
-            self._flags[self._index[fqn], _CAST] = 1
-            return
-        self._flags[self._index[fqn], _OTHER] = 1
-        self._reasons[fqn].add(str(func))
+            self._cast.add(fqn)
+        elif not _is_neutral(func):
+            self._reasons[fqn].add(str(func))
 
 
 @cache

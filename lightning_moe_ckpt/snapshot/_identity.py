@@ -82,7 +82,7 @@ class Identity:
         exchange: Exchange,
     ) -> Identity:
         """Return this job's identity, with all its pipeline stages. Collective."""
-        fingerprint = f"{operators.fingerprint()}-{view.schema.fingerprint()}"
+        fingerprint = f"{operators.fingerprint}-{view.schema.fingerprint()}"
         sharding = sharding_of(view.params.values())
         if groups.num_stages > 1:
             said = cast("list[list[str]]", exchange.gather_values([fingerprint, sharding])[:: groups.stage_size])
