@@ -104,7 +104,7 @@ class CountTap(Protocol):
         """Add the layer's own counts to `counts`; called before each reading."""
 
 
-class _HookTap:
+class HookTap:
     """A tap whose hooks do all the counting."""
 
     def drain(self, module: nn.Module, counts: TokenCounts) -> None:
@@ -112,7 +112,7 @@ class _HookTap:
 
 
 @dataclass(frozen=True)
-class IndexTap(_HookTap):
+class IndexTap(HookTap):
     """Counts the expert indices handed to a module with stacked experts."""
 
     experts: str
@@ -143,7 +143,7 @@ class IndexTap(_HookTap):
 
 
 @dataclass(frozen=True)
-class RowsTap(_HookTap):
+class RowsTap(HookTap):
     """Counts the rows passed to each expert module: tokens processed."""
 
     experts: Mapping[int, str]
@@ -159,7 +159,7 @@ class RowsTap(_HookTap):
 
 
 @dataclass(frozen=True)
-class MaskTap(_HookTap):
+class MaskTap(HookTap):
     """Counts the positive values in a router's output: a mask, or scores with zeros for experts not chosen."""
 
     router: str
@@ -224,7 +224,7 @@ def add_share(counts: TokenCounts, share: Share, demand: Demand) -> None:
 
 
 @dataclass(frozen=True)
-class DemandTap(_HookTap):
+class DemandTap(HookTap):
     """Adds up one share of the demand and capacity in a gate's output."""
 
     gate: str
@@ -238,7 +238,7 @@ class DemandTap(_HookTap):
 
 
 @dataclass(frozen=True)
-class ChoiceTap(_HookTap):
+class ChoiceTap(HookTap):
     """Counts the expert indices from a router; an index outside `[0, E)` marks a dropped token."""
 
     router: str
@@ -279,7 +279,7 @@ _SCORES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @dataclass(frozen=True)
-class ProbabilityTap(_HookTap):
+class ProbabilityTap(HookTap):
     """Sums the router's probabilities of every expert, chosen or not."""
 
     router: str
@@ -314,7 +314,7 @@ class ProbabilityTap(_HookTap):
 
 
 @dataclass(frozen=True)
-class CapacityTap(_HookTap):
+class CapacityTap(HookTap):
     """Sums the tokens that each expert could take: the layer's `capacity`, or all tokens in a layer without drops."""
 
     module: str

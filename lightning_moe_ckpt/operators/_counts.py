@@ -311,7 +311,8 @@ class _LayerProbe:
         if unseen := [expert for expert in sorted(moved - self._kept) if not totals_E[expert]]:
             return f"experts {unseen} have a gradient, and no token was counted for them"
         still = [expert for expert in self.layer.local_expert_ids if expert not in moved and counts_E[expert]]
-        idle = [expert for expert in still if not _is_frozen(self.layer, expert, self._params)]
+        slices, params = self.layer.experts, self._params
+        idle = [e for e in still if any(whole_of(params[piece.fqn]).requires_grad for piece in slices[e])]
         # Experts of this rank also get tokens of other ranks, whose gradients may be missing for other reasons.
         # So do experts of which other ranks hold the rows.
         whole = self.layer.holders == "stage" and not self._boxes
@@ -346,7 +347,3 @@ class _LayerProbe:
         if not self._silent_rows:  # the first backward pass of the step, which has not come to the experts yet
             self._kept = self._moved()
         self._silent_rows.append((grad.detach() == 0).all(dim=-1).sum())
-
-
-def _is_frozen(layer: MoELayerSpec, expert: int, params: Mapping[str, Tensor]) -> bool:
-    return not any(whole_of(params[piece.fqn]).requires_grad for piece in layer.experts[expert])

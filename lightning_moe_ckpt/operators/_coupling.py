@@ -320,7 +320,7 @@ class _Trial:
 
     def _after(self, *steps: Sequence[Tensor | None]) -> list[dict[str, Any]]:
         """Return parameters, states and options of a copy of the copy after these steps from here."""
-        memo: dict[int, Any] = {id(param): _clone(param) for param in self.params}
+        memo: dict[int, Any] = {id(param): _marked(param.detach().clone(), param) for param in self.params}
         values = [value for state in self.optimizer.state.values() for value in state.values()]
         memo |= {id(value): copied_state(value) for value in values if is_wrapper(value)}
         again = _Trial(twin_of(self.optimizer, memo), [memo[id(param)] for param in self.params], self.kinds)
@@ -436,14 +436,12 @@ def _ends(kinds: Mapping[Kind, object]) -> dict[Kind, Kind]:
 def _drawn(kind: Kind, example: Tensor, numbers: torch.Generator) -> nn.Parameter:
     """Return a parameter of some values, with the plain attributes of the original."""
     dtype = torch.bfloat16 if kind.dtype.itemsize == 1 else kind.dtype  # torch computes with no smaller ones
-    made = nn.Parameter(torch.randn(kind.shape, generator=numbers).to(kind.device, dtype))
+    return _marked(torch.randn(kind.shape, generator=numbers).to(kind.device, dtype), example)
+
+
+def _marked(values: Tensor, example: Tensor) -> nn.Parameter:
+    made = nn.Parameter(values)
     vars(made).update(vars(example))
-    return made
-
-
-def _clone(param: nn.Parameter) -> nn.Parameter:
-    made = nn.Parameter(param.detach().clone())
-    vars(made).update(vars(param))
     return made
 
 

@@ -44,6 +44,11 @@ log = rank_logger(__name__)
 class StateSchema:
     """Layout of and access to one optimizer's state. Make it with `StateSchema.of`."""
 
+    has_rest = False
+    """Whether the optimizer may keep state without a place in records."""
+    keeps_whole = False
+    """Whether there is state for a parameter as a whole beside scalars."""
+
     def __init__(self, optimizer: Optimizer, layout: Layout, default_dtype: torch.dtype) -> None:
         self.optimizer = optimizer
         self._layout, self._default = layout, default_dtype
@@ -76,16 +81,6 @@ class StateSchema:
         if in_parts:
             schema.find_reach()
         return schema
-
-    @property
-    def has_rest(self) -> bool:
-        """Whether the optimizer may keep state without a place in records."""
-        return False
-
-    @property
-    def keeps_whole(self) -> bool:
-        """Whether there is state for a parameter as a whole beside scalars."""
-        return False
 
     def find_reach(self) -> None:
         """Find out how far the update of an element reaches, as parts of the state are to be restored from different steps.
@@ -242,6 +237,8 @@ def _found_states(schema: StateSchema, module: nn.Module) -> dict[str, str]:
 class DiscoveredSchema(StateSchema):
     """Schema of an optimizer whose class is in no table. Make it with `StateSchema.of`."""
 
+    has_rest = True
+
     def __init__(self, optimizer: Optimizer, default_dtype: torch.dtype, *, mixed: bool) -> None:
         self._found, self._mixed = FoundLayout(optimizer), mixed
         super().__init__(optimizer, self._found, default_dtype)
@@ -256,13 +253,7 @@ class DiscoveredSchema(StateSchema):
         log.info("`%s`: state found by trying%s", name, kept, alike=True)
 
     @property
-    @override
-    def has_rest(self) -> bool:
-        return True
-
-    @property
-    @override
-    def keeps_whole(self) -> bool:
+    def keeps_whole(self) -> bool:  # type: ignore[override]  # kinds of parameters may come later
         return self._found.by_parameter
 
     @override
