@@ -97,7 +97,9 @@ def _find_layers(
         try:
             known, spec = _describe(module, fqn, child, index)
         except UnknownLayout as error:
-            if refuse or _may_shard(child):
+            # A block's library, or the user's adapter, may place experts on other ranks.
+            may_shard = find_adapter(child) is not None and not type(child).__module__.startswith("transformers.")
+            if refuse or may_shard:
                 raise
             _say_whole(f"{fqn} ({error})")
             known, spec = True, None
@@ -116,11 +118,6 @@ def _describe(module: nn.Module, fqn: str, child: nn.Module, index: ParameterInd
         or describe_stacked(module, fqn, child, index)
     )
     return spec is not None, spec
-
-
-def _may_shard(block: nn.Module) -> bool:
-    """Whether a block's library, or the user's adapter, may place experts on other ranks."""
-    return find_adapter(block) is not None and not type(block).__module__.startswith("transformers.")
 
 
 def _say_whole(what: str) -> None:

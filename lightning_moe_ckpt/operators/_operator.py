@@ -24,7 +24,7 @@ from functools import cached_property
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from xxhash import xxh3_128_hexdigest
 
 from lightning_moe_ckpt.operators._count_taps import CountTap
@@ -337,19 +337,6 @@ class OperatorSet:
     def num_experts(self) -> int:
         """Number of experts of all layers over all ranks: the length of a vector of counts."""
         return sum(layer.num_experts for layer in self.layers)
-
-    def loads(self, counts: Tensor | Sequence[int]) -> dict[str, int]:
-        """Return the tokens of each expert operator on this rank from `LoadCounter.read_and_reset`. Raises `ValueError` for counts
-        of another length.
-        """
-        values = counts.tolist() if isinstance(counts, Tensor) else list(counts)
-        if len(values) != self.num_experts:
-            raise ValueError(f"`counts` has {len(values)} entries for {self.num_experts} experts.")
-        return {
-            op.name: int(values[self.count_offsets[op.layer] + op.expert_idx])
-            for op in self.operators
-            if op.layer is not None and op.expert_idx is not None
-        }
 
     def with_operators(self, operators: Sequence[Operator]) -> OperatorSet:
         """Return the set with other operators, e.g. after `split`; the fingerprint stays."""

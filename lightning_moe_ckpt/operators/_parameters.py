@@ -78,13 +78,17 @@ class ParameterIndex:
         Disjoint pieces of one storage (a flattened RNN) do not share. A parameter with two names appears once in
         `params` and forms no group.
         """
-        by_storage: dict[tuple[str, int], list[tuple[int, int, str]]] = defaultdict(list)
-        for fqn, param in self.params.items():
-            memory = param if type(param) is nn.Parameter else memory_of(param)
-            if memory.numel():
-                by_storage[storage_key(memory)].append((*byte_interval(memory), fqn))
-        for intervals in by_storage.values():
+        for intervals in _by_storage(self.params).values():
             yield from _overlapping(sorted(intervals))
+
+
+def _by_storage(params: Mapping[str, Tensor]) -> dict[tuple[str, int], list[tuple[int, int, str]]]:
+    """Return the bytes on this rank of each parameter, from first to one past the last, with its name, by storage."""
+    found: dict[tuple[str, int], list[tuple[int, int, str]]] = defaultdict(list)
+    for fqn, memory in ((fqn, memory_of(param)) for fqn, param in params.items()):
+        if memory.numel():
+            found[storage_key(memory)].append((*byte_interval(memory), fqn))
+    return found
 
 
 def storage_key(tensor: Tensor) -> tuple[str, int]:
@@ -196,7 +200,10 @@ class ComputeDtypeProbe(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
 
     def resume(self) -> None:
         """Start recording."""
-        self._memory = self._locate()
+        # Those that could be stored in less. Of a DTensor forward reads a whole copy, in other memory.
+        wide = {fqn: param for fqn, param in self._params.items() if param.dtype in (torch.float32, torch.float64)}
+        plain = {fqn: param for fqn, param in wide.items() if not isinstance(param, DTensor)}
+        self._memory = {} if self._low is None else _by_storage(plain)
         self._recording = bool(self._memory)
 
     def verdict(self) -> dict[str, torch.dtype]:
@@ -218,16 +225,6 @@ class ComputeDtypeProbe(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
             for fqn in set(self._read([*args, *kwargs.values()])):
                 self._record(func, fqn, out)
         return out
-
-    def _locate(self) -> dict[tuple[str, int], list[tuple[int, int, str]]]:
-        """Return the byte intervals of parameters that could be stored in less, by storage."""
-        memory: dict[tuple[str, int], list[tuple[int, int, str]]] = defaultdict(list)
-        for fqn, param in self._params.items():
-            if isinstance(param, DTensor):
-                continue  # forward reads a whole copy of it, in other memory
-            if self._low is not None and param.numel() and param.dtype in (torch.float32, torch.float64):
-                memory[storage_key(param)].append((*byte_interval(param), fqn))
-        return dict(memory)
 
     def _read(self, values: Sequence[Any]) -> Iterator[str]:
         """Yield the parameters whose bytes lie under any tensor among the arguments."""

@@ -290,7 +290,7 @@ class Counting(StepFollower):
         return {}
 
     def restore(self, outcome: Mapping[str, Any]) -> None:
-        """Go on from the ledger at the boundary this incarnation starts from."""
+        """Go on from the ledger at the boundary this incarnation starts from. Raises `IdentityMismatch` if it counts other experts."""
 
 
 class LedgerKeeper(Counting):
@@ -350,7 +350,6 @@ class LedgerKeeper(Counting):
 
     @override
     def completed(self, inputs: PlanInputs) -> PlanInputs:
-        """Return the inputs with the ledger, and with the experts with a bad stored copy to be taken again."""
         return replace(
             inputs,
             index=self.ledger.generations,
@@ -386,7 +385,6 @@ class LedgerKeeper(Counting):
 
     @override
     def remove(self) -> None:
-        """Stop counting, and stop reading stored copies."""
         self._bad.close()
         self._counter.remove()
 
@@ -441,9 +439,6 @@ class LedgerKeeper(Counting):
 
     @override
     def restore(self, outcome: Mapping[str, Any]) -> None:
-        """Go on from the ledger at the boundary this incarnation starts from. Raises `IdentityMismatch` if the ledger
-        counts other experts.
-        """
         stored = outcome.get("accounting")
         self._bad.restored(outcome.get("bad", {}))
         if stored is None:

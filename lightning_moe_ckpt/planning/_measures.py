@@ -94,7 +94,7 @@ class CaptureOrder(StepFollower):
         return None
 
     def restore(self, state: Mapping[str, Any], in_force: Sequence[float] | None) -> list[float] | None:
-        """Go on from a state; return the popularity of a newer plan, if one was under way."""
+        """Go on from a boundary's entry, with the popularity of the adopted plan, if any; return that of a newer plan, if one was under way."""
         return None
 
 
@@ -198,9 +198,6 @@ class PopularityMeter(CaptureOrder):
 
     @override
     def restore(self, state: Mapping[str, Any], in_force: Sequence[float] | None) -> list[float] | None:
-        """Go on from the entry of the boundary that this incarnation starts from, with the popularity of the adopted
-        plan, if any. Return the popularity of a newer plan, if one was under way.
-        """
         if not self.restore_measure(state):
             log.info("popularity is measured otherwise than by the run before: it starts anew")
             return None
@@ -303,7 +300,6 @@ class CountProof(StepFollower):
 
     @override
     def batch_begins(self, *, replaying: bool, planned: bool, last_step: int | None) -> None:
-        """Start to watch, before a batch outside of replay."""
         if not (replaying or self._watching or self.is_over):
             self._watching = True
             self._probe.install()

@@ -89,7 +89,11 @@ class Planner:
         config = policy.popularity if "popularity" in policy.needs and view.operators.num_experts else None
         self.order = CaptureOrder() if config is None else PopularityMeter(config, view.operators, module)
         self._ledger = LedgerKeeper(policy, view, module) if "tokens" in policy.needs else Counting()
-        self._measures = self._all_measures(module, may_probe=may_probe)
+        self._measures: list[StepFollower] = [self._precision] if self._precision.is_watched else []
+        if (required := self._ledger.counts_tokens) or (may_probe and self.order.counts_tokens):
+            distrust, stage = self.order.distrust, self._stages.exchange
+            self._measures.append(CountProof(view.operators, module, stage, required=required, distrust=distrust))
+        self._measures += [each for each in (self._ledger, self.order) if type(each) not in {Counting, CaptureOrder}]
         self.maker = PlanMaker(policy, view, groups, self._ledger.layouts)
         self.sizes = self.maker.sizes
         self._budgets = self._make_budgets(groups)
@@ -99,15 +103,6 @@ class Planner:
         self._ended = False
         """Whether planning has ended for good."""
         self._first = FirstPlan()
-
-    def _all_measures(self, module: torch.nn.Module, *, may_probe: bool) -> list[StepFollower]:
-        """Return the parts that follow steps, in the order of their turns."""
-        required = self._ledger.counts_tokens
-        measures: list[StepFollower] = [self._precision] if self._precision.is_watched else []
-        if required or (may_probe and self.order.counts_tokens):
-            operators, exchange = self._view.operators, self._stages.exchange
-            measures.append(CountProof(operators, module, exchange, required=required, distrust=self.order.distrust))
-        return measures + [each for each in (self._ledger, self.order) if type(each) not in {Counting, CaptureOrder}]
 
     @property
     def tokens(self) -> LedgerKeeper | None:

@@ -68,11 +68,8 @@ class SparsePolicy(Policy):
     @property
     @override
     def needs(self) -> frozenset[Measurement]:
-        """Precisions, for COMPUTE; popularity and bandwidths if plans depend on them."""
-        found: set[Measurement] = {"compute_dtypes"}
-        found |= {"popularity"} if self.popularity is not None else set()
-        found |= {"bandwidths"} if "auto" in self.budgets.values() else set()
-        return frozenset(found)
+        """Also precisions, for COMPUTE, and popularity if plans depend on it."""
+        return super().needs | {"compute_dtypes"} | ({"popularity"} if self.popularity is not None else frozenset())
 
     @property
     @override
@@ -97,7 +94,6 @@ class SparsePolicy(Policy):
 
     @override
     def config(self) -> dict[str, Any]:
-        """Return the policy without the period, which does not change a window's form."""
         config = {**json.loads(json.dumps(asdict(self))), "kind": self.kind}
         del config["every_n_steps"]
         return config
@@ -131,7 +127,6 @@ class SparsePolicy(Policy):
 
     @override
     def plan(self, inputs: PlanInputs) -> Plan:
-        """Plan by schedule, by window, or by budget."""
         if self.schedule is not None:
             names = set(all_names(inputs.operators))
             slots = [[name for name in slot if name in names] for slot in self.schedule]

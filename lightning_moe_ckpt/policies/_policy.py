@@ -139,8 +139,8 @@ class Policy(ABC):
 
     @property
     def needs(self) -> frozenset[Measurement]:
-        """Measurements for the policy's plans."""
-        return frozenset()
+        """Measurements for the policy's plans; bandwidths if budgets depend on them."""
+        return frozenset({"bandwidths"} if "auto" in self.budgets.values() else ())
 
     @property
     def budgets(self) -> Mapping[str, Budget]:
@@ -248,9 +248,8 @@ class ExpertPolicy(PeriodicPolicy):
     @property
     @override
     def needs(self) -> frozenset[Measurement]:
-        """Tokens, by which experts are chosen and losses are reported; bandwidths if budgets depend on them."""
-        found: set[Measurement] = {"tokens"}
-        return frozenset(found | {"bandwidths"} if "auto" in self.budgets.values() else found)
+        """Also tokens, by which experts are chosen and losses are reported."""
+        return super().needs | {"tokens"}
 
     @abstractmethod
     def select(self, index: int, tables: Sequence[ExpertTable], budgets: Mapping[str, int]) -> Selection:
