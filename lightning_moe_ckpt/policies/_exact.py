@@ -69,7 +69,8 @@ class SparsePolicy(Policy):
     @override
     def needs(self) -> frozenset[Measurement]:
         """Also precisions, for COMPUTE, and popularity if plans depend on it."""
-        return super().needs | {"compute_dtypes"} | ({"popularity"} if self.popularity is not None else frozenset())
+        found = super().needs | {"compute_dtypes"}
+        return found | {"popularity"} if self.popularity is not None else found
 
     @property
     @override
