@@ -69,8 +69,8 @@ class SparsePolicy(Policy):
     @override
     def needs(self) -> frozenset[Measurement]:
         """Also precisions, for COMPUTE, and popularity if plans depend on it."""
-        found = super().needs | {"compute_dtypes"}
-        return found | {"popularity"} if self.popularity is not None else found
+        own: set[Measurement] = {"compute_dtypes"} if self.popularity is None else {"compute_dtypes", "popularity"}
+        return super().needs | own
 
     @property
     @override
