@@ -291,8 +291,9 @@ class Planner:
     def first_layout(self) -> WindowLayout | None:
         """Return the first plan once its inputs are known, else `None`; call at boundaries outside windows. Collective."""
         self._boundaries += 1
-        wait = "bandwidths" in self._policy.needs or self._precision.is_watched
-        if self._ended or self._current is not None or (wait and self._boundaries < MEASURED_STEPS):
+        if self._ended or self._current is not None:
+            return None
+        if self._boundaries < MEASURED_STEPS and ("bandwidths" in self._policy.needs or self._precision.is_watched):
             return None
         popularity = self.order.first(self._stages.exchange)
         dtypes = self._precision.agreed(list(self._view.params), self._stages.exchange)
