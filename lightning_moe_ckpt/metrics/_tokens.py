@@ -168,15 +168,19 @@ class _Newest(Metric):
     higher_is_better: bool | None = False
     full_state_update = True
     vectors: ClassVar[tuple[str, ...]] = ("lost", "processed")
+    lost: Tensor
+    processed: Tensor
+    dropped: Tensor
+    """int64: by layer, or in all; only of metrics that count drops."""
 
-    def __init__(self, num_experts: int, **kwargs: Any) -> None:
+    def __init__(self, num_experts: int, num_dropped: int = 0, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         if num_experts < 1:
             raise ConfigurationError(f"`{type(self).__name__}(num_experts={num_experts})` must be 1 or more.")
-        for name in self.vectors:
-            zeros = torch.zeros(num_experts, dtype=torch.int64)
+        sizes = dict.fromkeys(self.vectors, num_experts) | ({"dropped": num_dropped} if num_dropped else {})
+        for name, size in sizes.items():
             # Equal on all ranks, so the maximum is the value.
-            self.add_state(name, zeros, dist_reduce_fx="max", persistent=True)
+            self.add_state(name, torch.zeros(size, dtype=torch.int64), dist_reduce_fx="max", persistent=True)
 
     def _replace(self, **vectors: Tensor) -> None:
         for name, vector in vectors.items():
@@ -201,9 +205,6 @@ class ExpertTokens(_Newest):
 
     higher_is_better = None
     vectors = ("processed", "unsaved", "lost")
-    processed: Tensor
-    unsaved: Tensor
-    lost: Tensor
 
     @override
     def update(self, processed_E: Tensor, unsaved_E: Tensor, lost_E: Tensor) -> None:
@@ -220,21 +221,7 @@ class ExpertTokens(_Newest):
         return {name: getattr(self, name).clone() for name in self.vectors}
 
 
-class _LostTokens(_Newest):
-    """Metric of lost and processed tokens."""
-
-    lost: Tensor
-    processed: Tensor
-    dropped: Tensor
-    """int64: by layer, or in all."""
-
-    def __init__(self, num_experts: int, num_dropped: int, **kwargs: Any) -> None:
-        super().__init__(num_experts, **kwargs)
-        zeros = torch.zeros(num_dropped, dtype=torch.int64)
-        self.add_state("dropped", zeros, dist_reduce_fx="max", persistent=True)
-
-
-class PortionOfLostTokens(_LostTokens):
+class PortionOfLostTokens(_Newest):
     """PLT, see `portion_of_lost_tokens`.
 
     Args:
@@ -267,7 +254,7 @@ class PortionOfLostTokens(_LostTokens):
         return torch.tensor(value, dtype=torch.float64)
 
 
-class MoementaryLostTokens(_LostTokens):
+class MoementaryLostTokens(_Newest):
     """MLT, see `moementary_lost_tokens`.
 
     Args:

@@ -122,13 +122,7 @@ def exchange_counts(kept_E: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Return the number of rows for each expert of this rank, by source rank. Shape `[R, e]`, int64. Collective over `group`."""
     if group is None:
         return kept_E.view(1, -1)
-    OwnWork.ends()
-    arriving = torch.empty_like(kept_E)
-    dist.all_to_all_single(arriving, kept_E, group=group)
-    if Messages.listener is not None:
-        Messages.listener(MADE, [kept_E])
-        Messages.listener(RECEIVED, [arriving])
-    return arriving.view(group.size(), -1)
+    return _send(kept_E, torch.empty_like(kept_E), None, None, group).view(group.size(), -1)
 
 
 def by_expert(arriving_Re: Tensor, num_rows: int) -> Tensor:
@@ -172,8 +166,14 @@ class _AllToAll(torch.autograd.Function):
 def _exchange(rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup | None) -> Tensor:
     if group is None:
         return rows.view_as(rows)
+    return _send(rows, rows.new_empty(sum(receive), *rows.shape[1:]), send, receive, group)
+
+
+def _send(
+    rows: Tensor, out: Tensor, send: list[int] | None, receive: list[int] | None, group: dist.ProcessGroup
+) -> Tensor:
+    """Exchange rows into `out`; as many with each rank, unless numbers are given."""
     OwnWork.ends()
-    out = rows.new_empty(sum(receive), *rows.shape[1:])
     dist.all_to_all_single(out, rows.contiguous(), receive, send, group=group)
     if Messages.listener is not None:
         Messages.listener(MADE, [rows])

@@ -122,10 +122,12 @@ class MoELayer(nn.Module):
         super().__init__()
         groups = current_groups()
         _check(num_experts=num_experts, top_k=top_k, capacity_factor=capacity_factor, ep_size=groups.ep_size)
+        if not callable(activation) and activation not in _ACTIVATIONS:
+            raise ConfigurationError(f"`MoELayer(activation={activation!r})` must be one of {sorted(_ACTIVATIONS)}.")
         self.d_model, self.d_hidden, self.num_experts, self.top_k = d_model, d_hidden, num_experts, top_k
         self.capacity_factor, self.noisy_gate, self.gate_fp32 = capacity_factor, noisy_gate, gate_fp32
         self.normalize_gate = normalize_gate
-        self.activation = _activation(activation)
+        self.activation = activation if callable(activation) else _ACTIVATIONS[activation]
         self.ep_size = groups.ep_size
         self.num_local_experts = num_experts // groups.ep_size
         first = groups.ep_rank * self.num_local_experts
@@ -281,14 +283,6 @@ def _fill(parameter: Tensor, fan_in: int, generator: torch.Generator) -> None:
     # Drawn in fp32 on the CPU whatever the device and dtype, so that they do not change which numbers come.
     drawn = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
     parameter.copy_(drawn.uniform_(-bound, bound, generator=generator))
-
-
-def _activation(activation: str | Activation) -> Activation:
-    if callable(activation):
-        return activation
-    if activation not in _ACTIVATIONS:
-        raise ConfigurationError(f"`MoELayer(activation={activation!r})` must be one of {sorted(_ACTIVATIONS)}.")
-    return _ACTIVATIONS[activation]
 
 
 def _check(*, num_experts: int, top_k: int, capacity_factor: float | Sequence[float], ep_size: int) -> None:

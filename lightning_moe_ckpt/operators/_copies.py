@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import repeat
 from operator import eq, is_, itemgetter
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -52,6 +52,13 @@ def copied_state(value: object, device: torch.device | None = None) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone() if device is None else value.detach().to(device, copy=True)
     return value
+
+
+def fits(live: object, value: object) -> TypeGuard[Tensor]:
+    """Return whether a value can be written into a live tensor, in place."""
+    if not (isinstance(live, Tensor) and isinstance(value, Tensor)):
+        return False
+    return live.shape == value.shape and live.dtype == value.dtype
 
 
 def is_wrapper(value: object) -> bool:
@@ -168,22 +175,19 @@ class Beyond:
     def _sort(self, params: Mapping[str, Tensor]) -> list[_Alike]:
         state = self._optimizer.state
         self._keys, self._states = list(state), list(state.values())
-        members: dict[str, list[tuple[str, State, State]]] = {}
-        kinds: dict[str, tuple[Any, ...]] = {}
+        members: dict[str, tuple[tuple[Any, ...], list[tuple[str, State, State]]]] = {}
         for fqn, param in params.items():
             if own := state.get(param):
                 flat = opened(own)
                 kind = list(flat), list(self._recorded(param)), wrappings(own)
-                text = repr(kind)
-                kinds[text] = kind
-                members.setdefault(text, []).append((fqn, own, flat))
+                members.setdefault(repr(kind), (kind, []))[1].append((fqn, own, flat))
         self._alike = [
             _Alike(
                 [own for _, own, _ in found],
-                Constant(params=[fqn for fqn, _, _ in found], keys=kinds[text][0], wrapped=kinds[text][2]),
-                {key: [flat[key] for _, _, flat in found] for key in kinds[text][1]},
+                Constant(params=[fqn for fqn, _, _ in found], keys=keys, wrapped=wrapped),
+                {key: [flat[key] for _, _, flat in found] for key in recorded},
             )
-            for text, found in members.items()
+            for (keys, recorded, wrapped), found in members.values()
         ]
         return self._alike
 

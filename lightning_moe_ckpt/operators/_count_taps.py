@@ -104,7 +104,7 @@ class CountTap(Protocol):
         """Add the layer's own counts to `counts`; called before each reading."""
 
 
-class _HookTap:
+class HookTap:
     """A tap whose hooks do all the counting."""
 
     def drain(self, module: nn.Module, counts: TokenCounts) -> None:
@@ -112,7 +112,7 @@ class _HookTap:
 
 
 @dataclass(frozen=True)
-class IndexTap(_HookTap):
+class IndexTap(HookTap):
     """Counts the expert indices handed to a module with stacked experts."""
 
     experts: str
@@ -121,7 +121,6 @@ class IndexTap(_HookTap):
     """Name of a module that emits the indices, for experts whose input is sorted rows and counts instead."""
 
     def install(self, module: nn.Module, counts: TokenCounts) -> list[RemovableHandle]:
-        """Hook the experts' forward, and the router's."""
         emitted: list[Tensor | None] = [None]
 
         def route(out: object) -> None:
@@ -144,15 +143,13 @@ class IndexTap(_HookTap):
 
 
 @dataclass(frozen=True)
-class RowsTap(_HookTap):
+class RowsTap(HookTap):
     """Counts the rows passed to each expert module: tokens processed."""
 
     experts: Mapping[int, str]
     """Names of the modules by global expert index."""
 
     def install(self, module: nn.Module, counts: TokenCounts) -> list[RemovableHandle]:
-        """Hook each expert's forward."""
-
         def count(expert: int, inputs: Sequence[object]) -> None:
             if (x := next(tensors_of(inputs), None)) is not None:
                 # Shapes are known on the host, so this does not wait for the device.
@@ -162,7 +159,7 @@ class RowsTap(_HookTap):
 
 
 @dataclass(frozen=True)
-class MaskTap(_HookTap):
+class MaskTap(HookTap):
     """Counts the positive values in a router's output: a mask, or scores with zeros for experts not chosen."""
 
     router: str
@@ -171,8 +168,6 @@ class MaskTap(_HookTap):
     """Index of that output."""
 
     def install(self, module: nn.Module, counts: TokenCounts) -> list[RemovableHandle]:
-        """Hook the router's forward."""
-
         def after(out: object) -> None:
             mask = out[self.output] if isinstance(out, tuple | list) else out
             if not isinstance(mask, Tensor) or mask.shape[-1:] != (counts.num_experts,):
@@ -229,7 +224,7 @@ def add_share(counts: TokenCounts, share: Share, demand: Demand) -> None:
 
 
 @dataclass(frozen=True)
-class DemandTap(_HookTap):
+class DemandTap(HookTap):
     """Adds up one share of the demand and capacity in a gate's output."""
 
     gate: str
@@ -239,12 +234,11 @@ class DemandTap(_HookTap):
     share: Share = "processed"
 
     def install(self, module: nn.Module, counts: TokenCounts) -> list[RemovableHandle]:
-        """Hook the gate's forward."""
         return [_on_output(module, self.gate, lambda out: add_share(counts, self.share, self.read(out)))]
 
 
 @dataclass(frozen=True)
-class ChoiceTap(_HookTap):
+class ChoiceTap(HookTap):
     """Counts the expert indices from a router; an index outside `[0, E)` marks a dropped token."""
 
     router: str
@@ -254,7 +248,6 @@ class ChoiceTap(_HookTap):
     share: Share = "processed"
 
     def install(self, module: nn.Module, counts: TokenCounts) -> list[RemovableHandle]:
-        """Hook the router's forward."""
         limiting: Any = None if self.limit is None else module.get_submodule(self.limit)
 
         def after(out: Any) -> None:
@@ -286,7 +279,7 @@ _SCORES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @dataclass(frozen=True)
-class ProbabilityTap(_HookTap):
+class ProbabilityTap(HookTap):
     """Sums the router's probabilities of every expert, chosen or not."""
 
     router: str
@@ -298,7 +291,6 @@ class ProbabilityTap(_HookTap):
     """Index of the output with the values; `None` for the first that has a value per expert."""
 
     def install(self, module: nn.Module, counts: TokenCounts) -> list[RemovableHandle]:
-        """Hook the router's forward."""
         scores = [] if self.score == "auto" else [_SCORES[self.score]]
 
         def after(out: object) -> None:
@@ -322,7 +314,7 @@ class ProbabilityTap(_HookTap):
 
 
 @dataclass(frozen=True)
-class CapacityTap(_HookTap):
+class CapacityTap(HookTap):
     """Sums the tokens that each expert could take: the layer's `capacity`, or all tokens in a layer without drops."""
 
     module: str
@@ -330,7 +322,6 @@ class CapacityTap(_HookTap):
     returns a number, a tensor `[E]`, or `None` for all tokens."""
 
     def install(self, module: nn.Module, counts: TokenCounts) -> list[RemovableHandle]:
-        """Hook the module's forward."""
         called = module.get_submodule(self.module)
 
         def before(inputs: Sequence[object]) -> None:

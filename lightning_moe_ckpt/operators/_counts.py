@@ -52,8 +52,9 @@ class LoadCounter:
     def __init__(self, operators: OperatorSet, module: nn.Module, measure: Measure = "tokens") -> None:
         self._module, self._measure = module, measure
         dtype = torch.float64 if measure == "probabilities" else torch.int64
+        kind = "count" if measure == "tokens" else measure
         self._taps: list[tuple[MoELayerSpec, CountTap | None, TokenCounts]] = [
-            (layer, _tap(layer, measure), TokenCounts(layer.num_experts, dtype)) for layer in operators.layers
+            (layer, getattr(layer, kind), TokenCounts(layer.num_experts, dtype)) for layer in operators.layers
         ]
         self._dtype = dtype
         self._handles: list[RemovableHandle] = []
@@ -115,10 +116,6 @@ class LoadCounter:
             for _, tap, counts in self._taps:
                 if tap is not None:
                     tap.drain(self._module, counts)
-
-
-def _tap(layer: MoELayerSpec, measure: Measure) -> CountTap | None:
-    return {"tokens": layer.count, "probabilities": layer.probabilities, "capacity": layer.capacity}[measure]
 
 
 MAX_STEPS = 8
@@ -314,7 +311,8 @@ class _LayerProbe:
         if unseen := [expert for expert in sorted(moved - self._kept) if not totals_E[expert]]:
             return f"experts {unseen} have a gradient, and no token was counted for them"
         still = [expert for expert in self.layer.local_expert_ids if expert not in moved and counts_E[expert]]
-        idle = [expert for expert in still if not _is_frozen(self.layer, expert, self._params)]
+        slices, params = self.layer.experts, self._params
+        idle = [e for e in still if any(whole_of(params[piece.fqn]).requires_grad for piece in slices[e])]
         # Experts of this rank also get tokens of other ranks, whose gradients may be missing for other reasons.
         # So do experts of which other ranks hold the rows.
         whole = self.layer.holders == "stage" and not self._boxes
@@ -349,7 +347,3 @@ class _LayerProbe:
         if not self._silent_rows:  # the first backward pass of the step, which has not come to the experts yet
             self._kept = self._moved()
         self._silent_rows.append((grad.detach() == 0).all(dim=-1).sum())
-
-
-def _is_frozen(layer: MoELayerSpec, expert: int, params: Mapping[str, Tensor]) -> bool:
-    return not any(whole_of(params[piece.fqn]).requires_grad for piece in layer.experts[expert])

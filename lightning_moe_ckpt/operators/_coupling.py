@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
@@ -109,39 +109,35 @@ def _shape_tiny(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(min(size, _TINY - (i % 2)) for i, size in enumerate(shape))
 
 
-def first_states(optimizer: Optimizer) -> dict[Kind, tuple[nn.Parameter, dict[str, Any]]]:
-    """Return a copied parameter of each kind, with its state after two steps; with sparse gradients if the class
-    refuses others. Raises what the class raises because of copied parameters and gradients; `LookupError` if the class
-    keeps state of something that is no parameter.
-    """
-    return _with_gradients(optimizer, _first_states)
-
-
-def attributes_of(optimizer: Optimizer) -> tuple[str, ...]:
-    """Return the attributes that another optimizer needs beside the state to take the same steps, as after a restart.
-    Raises like `first_states`, and `UnsupportedOptimizer` if that optimizer takes other steps, whatever is given to it.
-    """
-    return _with_gradients(optimizer, _attributes_of)
-
-
 _Form = Callable[[Tensor], Tensor | None]
 _Found = TypeVar("_Found")
 
 
-def _with_gradients(optimizer: Optimizer, find: Callable[[Optimizer, _Form], _Found]) -> _Found:
-    with _no_trace(optimizer):
-        try:
-            return find(optimizer, lambda gradient: gradient)
-        except RuntimeError as error:
-            if "dense" not in str(error):
-                raise
-            return find(optimizer, lambda gradient: gradient.to_sparse(1))
-        except ZeroDivisionError:
-            # By the size of an empty parameter, which then cannot have gradients in training either.
-            return find(optimizer, lambda gradient: gradient if gradient.numel() else None)
+def _with_gradients(find: Callable[[Optimizer, _Form], _Found]) -> Callable[[Optimizer], _Found]:
+    """Let a trial take gradients as the class can have them, and leave no trace."""
+
+    @wraps(find)
+    def found(optimizer: Optimizer) -> _Found:
+        with _no_trace(optimizer):
+            try:
+                return find(optimizer, lambda gradient: gradient)
+            except RuntimeError as error:
+                if "dense" not in str(error):
+                    raise
+                return find(optimizer, lambda gradient: gradient.to_sparse(1))
+            except ZeroDivisionError:
+                # By the size of an empty parameter, which then cannot have gradients in training either.
+                return find(optimizer, lambda gradient: gradient if gradient.numel() else None)
+
+    return found
 
 
-def _first_states(optimizer: Optimizer, form: _Form) -> dict[Kind, tuple[nn.Parameter, dict[str, Any]]]:
+@_with_gradients
+def first_states(optimizer: Optimizer, form: _Form) -> dict[Kind, tuple[nn.Parameter, dict[str, Any]]]:
+    """Return a copied parameter of each kind, with its state after two steps; with sparse gradients if the class
+    refuses others. Raises what the class raises because of copied parameters and gradients; `LookupError` if the class
+    keeps state of something that is no parameter.
+    """
     trial = _Trial.of(optimizer, shape_tried, number=1, every=True)
     trial.go_on(range(2), form)
     twin = trial.optimizer
@@ -151,7 +147,11 @@ def _first_states(optimizer: Optimizer, form: _Form) -> dict[Kind, tuple[nn.Para
     return dict(zip(trial.kinds, zip(trial.params, states, strict=True), strict=True))
 
 
-def _attributes_of(optimizer: Optimizer, form: _Form) -> tuple[str, ...]:
+@_with_gradients
+def attributes_of(optimizer: Optimizer, form: _Form) -> tuple[str, ...]:
+    """Return the attributes that another optimizer needs beside the state to take the same steps, as after a restart.
+    Raises like `first_states`, and `UnsupportedOptimizer` if that optimizer takes other steps, whatever is given to it.
+    """
     trial = _Trial.of(optimizer, _shape_tiny, number=2, every=True)
     made = trial.plain_attributes()
     trial.go_on(range(1), form)
@@ -320,7 +320,7 @@ class _Trial:
 
     def _after(self, *steps: Sequence[Tensor | None]) -> list[dict[str, Any]]:
         """Return parameters, states and options of a copy of the copy after these steps from here."""
-        memo: dict[int, Any] = {id(param): _clone(param) for param in self.params}
+        memo: dict[int, Any] = {id(param): _marked(param.detach().clone(), param) for param in self.params}
         values = [value for state in self.optimizer.state.values() for value in state.values()]
         memo |= {id(value): copied_state(value) for value in values if is_wrapper(value)}
         again = _Trial(twin_of(self.optimizer, memo), [memo[id(param)] for param in self.params], self.kinds)
@@ -436,14 +436,12 @@ def _ends(kinds: Mapping[Kind, object]) -> dict[Kind, Kind]:
 def _drawn(kind: Kind, example: Tensor, numbers: torch.Generator) -> nn.Parameter:
     """Return a parameter of some values, with the plain attributes of the original."""
     dtype = torch.bfloat16 if kind.dtype.itemsize == 1 else kind.dtype  # torch computes with no smaller ones
-    made = nn.Parameter(torch.randn(kind.shape, generator=numbers).to(kind.device, dtype))
+    return _marked(torch.randn(kind.shape, generator=numbers).to(kind.device, dtype), example)
+
+
+def _marked(values: Tensor, example: Tensor) -> nn.Parameter:
+    made = nn.Parameter(values)
     vars(made).update(vars(example))
-    return made
-
-
-def _clone(param: nn.Parameter) -> nn.Parameter:
-    made = nn.Parameter(param.detach().clone())
-    vars(made).update(vars(param))
     return made
 
 

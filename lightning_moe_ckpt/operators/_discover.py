@@ -82,7 +82,7 @@ def discover(module: nn.Module, *, ep_size: int = 1, unknown: Literal["refuse", 
         layers=tuple(layers),
         dtypes=dtypes,
         ep_size=ep_size,
-        identity=identify(operators, layers, dtypes),
+        fingerprint=identify(operators, layers, dtypes),
     )
 
 
@@ -97,7 +97,9 @@ def _find_layers(
         try:
             known, spec = _describe(module, fqn, child, index)
         except UnknownLayout as error:
-            if refuse or _may_shard(child):
+            # A block's library, or the user's adapter, may place experts on other ranks.
+            may_shard = find_adapter(child) is not None and not type(child).__module__.startswith("transformers.")
+            if refuse or may_shard:
                 raise
             _say_whole(f"{fqn} ({error})")
             known, spec = True, None
@@ -116,11 +118,6 @@ def _describe(module: nn.Module, fqn: str, child: nn.Module, index: ParameterInd
         or describe_stacked(module, fqn, child, index)
     )
     return spec is not None, spec
-
-
-def _may_shard(block: nn.Module) -> bool:
-    """Whether a block's library, or the user's adapter, may place experts on other ranks."""
-    return find_adapter(block) is not None and not type(block).__module__.startswith("transformers.")
 
 
 def _say_whole(what: str) -> None:
@@ -288,15 +285,15 @@ class _DenseGroups:
     def __init__(self, module: nn.Module, fqns: Iterable[str]) -> None:
         self._modules = dict(module.named_modules(remove_duplicate=False))
         owners = {fqn: fqn.rpartition(".")[0] for fqn in fqns}
-        self._live = {prefix for owner in set(owners.values()) for prefix in _prefixes(owner)} | {""}
+        self._live = {prefix for owner in set(owners.values()) for prefix in _ancestors(owner)} | {""}
         self._containers = {prefix for prefix in self._live if self._repeats_blocks(prefix)}
-        self._open = {outer for inner in self._containers for outer in _prefixes(inner)} | {""}
+        self._open = {outer for inner in self._containers for outer in _ancestors(inner)} | {""}
         self._open_only_children(set(owners.values()))
 
     def group(self, fqn: str) -> str:
         """Return the group of parameter `fqn`: a block, a child module, or the opened module that owns it."""
         owner = fqn.rpartition(".")[0]
-        path = [*_prefixes(owner)]
+        path = [*_ancestors(owner)][::-1]
         for outer, inner in pairwise(path):
             if outer in self._containers:
                 return inner
@@ -329,11 +326,3 @@ class _DenseGroups:
             if not any(self._has(prefix, name) for name in child_slots(self._modules[prefix])):
                 return
             self._open.add(prefix)
-
-
-def _prefixes(path: str) -> Iterator[str]:
-    """Yield `""`, `a`, `a.b` for `a.b`."""
-    yield ""
-    parts = path.split(".") if path else []
-    for end in range(1, len(parts) + 1):
-        yield ".".join(parts[:end])

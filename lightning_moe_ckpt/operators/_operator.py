@@ -24,7 +24,7 @@ from functools import cached_property
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from xxhash import xxh3_128_hexdigest
 
 from lightning_moe_ckpt.operators._count_taps import CountTap
@@ -291,8 +291,12 @@ class OperatorSet:
     """Parameters that were constants until they changed: each is a dense operator by itself."""
     whole: OperatorSet | None = field(default=None, repr=False)
     """The set without constants, if this has some or had."""
-    identity: str = field(default="", repr=False)
-    """The fingerprint; it does not change when operators are split."""
+    fingerprint: str = field(default="", repr=False)
+    """Digest of names, global shapes and dtypes. Equal on all ranks, at any expert parallelism, and however operators are split.
+
+    Two models with the same fingerprint can exchange records. Expert parameters enter by layer, without the expert's index in
+    their names.
+    """
 
     def __post_init__(self) -> None:
         if len(self._by_name) < len(self.operators):
@@ -333,19 +337,6 @@ class OperatorSet:
     def num_experts(self) -> int:
         """Number of experts of all layers over all ranks: the length of a vector of counts."""
         return sum(layer.num_experts for layer in self.layers)
-
-    def loads(self, counts: Tensor | Sequence[int]) -> dict[str, int]:
-        """Return the tokens of each expert operator on this rank from `LoadCounter.read_and_reset`. Raises `ValueError` for counts
-        of another length.
-        """
-        values = counts.tolist() if isinstance(counts, Tensor) else list(counts)
-        if len(values) != self.num_experts:
-            raise ValueError(f"`counts` has {len(values)} entries for {self.num_experts} experts.")
-        return {
-            op.name: int(values[self.count_offsets[op.layer] + op.expert_idx])
-            for op in self.operators
-            if op.layer is not None and op.expert_idx is not None
-        }
 
     def with_operators(self, operators: Sequence[Operator]) -> OperatorSet:
         """Return the set with other operators, e.g. after `split`; the fingerprint stays."""
@@ -392,14 +383,6 @@ class OperatorSet:
         layers = tuple(layer for layer in whole.layers if layer.fqn in training)
         fixed = tuple(fqn for fqn in whole.dtypes if fqn in constants)
         return replace(whole, operators=tuple(kept), layers=layers, constants=fixed, thawed=tuple(thawed), whole=whole)
-
-    def fingerprint(self) -> str:
-        """Return a digest of names, global shapes and dtypes. Equal on all ranks, at any expert parallelism.
-
-        Two models with the same fingerprint can exchange records. Expert parameters enter by layer, without the expert's index in
-        their names.
-        """
-        return self.identity
 
 
 def identify(operators: Sequence[Operator], layers: Sequence[MoELayerSpec], dtypes: Mapping[str, torch.dtype]) -> str:

@@ -26,7 +26,7 @@ from xxhash import xxh3_128_hexdigest
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import IdentityMismatch, UnsupportedOptimizer
-from lightning_moe_ckpt.operators._copies import Beyond, copied_state, inner_optimizers, is_same, opened, put_back
+from lightning_moe_ckpt.operators._copies import Beyond, copied_state, fits, inner_optimizers, is_same, opened, put_back
 from lightning_moe_ckpt.operators._coupling import IDENTITY, Group, Reach, wideness
 from lightning_moe_ckpt.operators._optimizer_classes import (
     FoundLayout,
@@ -43,6 +43,11 @@ log = rank_logger(__name__)
 
 class StateSchema:
     """Layout of and access to one optimizer's state. Make it with `StateSchema.of`."""
+
+    has_rest = False
+    """Whether the optimizer may keep state without a place in records."""
+    keeps_whole = False
+    """Whether there is state for a parameter as a whole beside scalars."""
 
     def __init__(self, optimizer: Optimizer, layout: Layout, default_dtype: torch.dtype) -> None:
         self.optimizer = optimizer
@@ -76,16 +81,6 @@ class StateSchema:
         if in_parts:
             schema.find_reach()
         return schema
-
-    @property
-    def has_rest(self) -> bool:
-        """Whether the optimizer may keep state without a place in records."""
-        return False
-
-    @property
-    def keeps_whole(self) -> bool:
-        """Whether there is state for a parameter as a whole beside scalars."""
-        return False
 
     def find_reach(self) -> None:
         """Find out how far the update of an element reaches, as parts of the state are to be restored from different steps.
@@ -242,6 +237,8 @@ def _found_states(schema: StateSchema, module: nn.Module) -> dict[str, str]:
 class DiscoveredSchema(StateSchema):
     """Schema of an optimizer whose class is in no table. Make it with `StateSchema.of`."""
 
+    has_rest = True
+
     def __init__(self, optimizer: Optimizer, default_dtype: torch.dtype, *, mixed: bool) -> None:
         self._found, self._mixed = FoundLayout(optimizer), mixed
         super().__init__(optimizer, self._found, default_dtype)
@@ -256,13 +253,7 @@ class DiscoveredSchema(StateSchema):
         log.info("`%s`: state found by trying%s", name, kept, alike=True)
 
     @property
-    @override
-    def has_rest(self) -> bool:
-        return True
-
-    @property
-    @override
-    def keeps_whole(self) -> bool:
+    def keeps_whole(self) -> bool:  # type: ignore[override]  # kinds of parameters may come later
         return self._found.by_parameter
 
     @override
@@ -415,14 +406,8 @@ def load_groups_state(optimizer: Optimizer, state: Sequence[dict[str, object]]) 
             group[key] = _restore(group.get(key), value)
 
 
-def _restore(live: object, value: object) -> object:
-    if (
-        isinstance(live, Tensor)
-        and isinstance(value, Tensor)
-        and live.shape == value.shape
-        and live.dtype == value.dtype
-    ):
-        with torch.no_grad():
-            live.copy_(value)
-        return live
-    return copied_state(value)
+def _restore(live: object, value: Any) -> object:
+    if not fits(live, value):
+        return copied_state(value)
+    with torch.no_grad():
+        return live.copy_(value)

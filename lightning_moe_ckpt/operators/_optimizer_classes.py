@@ -311,14 +311,6 @@ def layout_of(optimizer: Optimizer) -> Layout | None:
     return _known[cls].layout if cls in _known else None
 
 
-_IN_WORDS = {
-    "element": "each element alone",
-    "matrix": "each matrix alone",
-    "parameter": "each parameter alone",
-    "global": "all parameters together",
-}
-
-
 def reach_of(optimizer: Optimizer) -> Reach:
     """Return how far an element's update reaches: what copies show, or what was registered if that is farther.
 
@@ -344,5 +336,6 @@ def reach_of(optimizer: Optimizer) -> Reach:
             f"which takes everything at once, or register what it does: `coupling={found.coupling!r}`."
         )
     how = "found by trying" if declared is None or declared.coupling == found.coupling else "as registered"
-    log.info("`%s`: %s, %s", cls.__qualname__, _IN_WORDS[reach.coupling], how, alike=True)
+    what = "all parameters together" if reach.coupling == "global" else f"each {reach.coupling} alone"
+    log.info("`%s`: %s, %s", cls.__qualname__, what, how, alike=True)
     return reach

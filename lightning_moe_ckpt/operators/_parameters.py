@@ -54,7 +54,14 @@ class ParameterIndex:
             if id(param) not in self._names:
                 self._names[id(param)] = fqn
                 self.params[fqn] = param
-        _refuse({fqn: reason for fqn, param in self.params.items() if (reason := _refusal(param))})
+        reasons = {fqn: reason for fqn, param in self.params.items() if (reason := _refusal(param))}
+        if reasons:
+            named = [f"`{fqn}` {reason}" for fqn, reason in list(reasons.items())[:_MAX_NAMED]]
+            more = f" (and {len(reasons) - _MAX_NAMED} more)" if len(reasons) > _MAX_NAMED else ""
+            raise UnknownLayout(
+                f"These parameters cannot be captured exactly, slice by slice: {'; '.join(named)}{more}. Convert them before "
+                "fit, or keep what is not trained in buffers."
+            )
 
     def name(self, param: Tensor) -> str:
         """Return the first name of a parameter. Raises `KeyError` if it is not the module's."""
@@ -71,13 +78,17 @@ class ParameterIndex:
         Disjoint pieces of one storage (a flattened RNN) do not share. A parameter with two names appears once in
         `params` and forms no group.
         """
-        by_storage: dict[tuple[str, int], list[tuple[int, int, str]]] = defaultdict(list)
-        for fqn, param in self.params.items():
-            memory = param if type(param) is nn.Parameter else memory_of(param)
-            if memory.numel():
-                by_storage[storage_key(memory)].append((*byte_interval(memory), fqn))
-        for intervals in by_storage.values():
+        for intervals in _by_storage(self.params).values():
             yield from _overlapping(sorted(intervals))
+
+
+def _by_storage(params: Mapping[str, Tensor]) -> dict[tuple[str, int], list[tuple[int, int, str]]]:
+    """Return the bytes on this rank of each parameter, from first to one past the last, with its name, by storage."""
+    found: dict[tuple[str, int], list[tuple[int, int, str]]] = defaultdict(list)
+    for fqn, memory in ((fqn, memory_of(param)) for fqn, param in params.items()):
+        if memory.numel():
+            found[storage_key(memory)].append((*byte_interval(memory), fqn))
+    return found
 
 
 def storage_key(tensor: Tensor) -> tuple[str, int]:
@@ -108,17 +119,6 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 def join(prefix: str, name: str) -> str:
     """Return the name in the model of `name` in the module `prefix`, empty for the model itself."""
     return f"{prefix}.{name}" if prefix else name
-
-
-def _refuse(reasons: dict[str, str]) -> None:
-    if not reasons:
-        return
-    named = [f"`{fqn}` {reason}" for fqn, reason in list(reasons.items())[:_MAX_NAMED]]
-    more = f" (and {len(reasons) - _MAX_NAMED} more)" if len(reasons) > _MAX_NAMED else ""
-    raise UnknownLayout(
-        f"These parameters cannot be captured exactly, slice by slice: {'; '.join(named)}{more}. Convert them before "
-        "fit, or keep what is not trained in buffers."
-    )
 
 
 def _refusal(param: nn.Parameter) -> str | None:
@@ -159,7 +159,6 @@ def _overlapping(intervals: list[tuple[int, int, str]]) -> Iterator[tuple[str, .
         yield tuple(group)
 
 
-_CAST, _OTHER = 0, 1
 _TO_COPY = torch.ops.aten._to_copy.default  # noqa: SLF001  # what `.to(dtype)` and autocast become
 _EMPTY = ("empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_empty_strided")
 _METADATA_ONLY = frozenset(f"aten::{name}" for name in (*_EMPTY, "new_zeros", "new_ones", "new_full"))
@@ -178,9 +177,8 @@ class ComputeDtypeProbe(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
     def __init__(self, module: nn.Module, autocast_dtype: torch.dtype | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._params = dict(module.named_parameters())
-        self._index = {fqn: i for i, fqn in enumerate(self._params)}
         self._low = autocast_dtype
-        self._flags = torch.zeros(len(self._params), 2, dtype=torch.uint8)
+        self._cast = set[str]()
         self._reasons: dict[str, set[str]] = defaultdict(set)
         self._memory: dict[tuple[str, int], list[tuple[int, int, str]]] = {}
         self._recording = False
@@ -202,12 +200,16 @@ class ComputeDtypeProbe(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
 
     def resume(self) -> None:
         """Start recording."""
-        self._memory = self._locate()
+        # Those that could be stored in less. Of a DTensor forward reads a whole copy, in other memory.
+        wide = {fqn: param for fqn, param in self._params.items() if param.dtype in (torch.float32, torch.float64)}
+        plain = {fqn: param for fqn, param in wide.items() if not isinstance(param, DTensor)}
+        self._memory = {} if self._low is None else _by_storage(plain)
         self._recording = bool(self._memory)
 
     def verdict(self) -> dict[str, torch.dtype]:
         """Return the dtype in which a COMPUTE record of each parameter is exact, by first name."""
-        return {fqn: self._dtype(fqn, param) for fqn, param in self._params.items()}
+        low = {fqn: self._low for fqn in self._cast if fqn not in self._reasons and self._low is not None}
+        return {fqn: low.get(fqn, param.dtype) for fqn, param in self._params.items()}
 
     def reasons(self) -> Mapping[str, frozenset[str]]:
         """Return the operations that needed the full precision, by parameter."""
@@ -224,20 +226,6 @@ class ComputeDtypeProbe(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
                 self._record(func, fqn, out)
         return out
 
-    def _dtype(self, fqn: str, param: Tensor) -> torch.dtype:
-        cast, other = self._flags[self._index[fqn]].tolist()
-        return self._low if self._low is not None and cast and not other else param.dtype
-
-    def _locate(self) -> dict[tuple[str, int], list[tuple[int, int, str]]]:
-        """Return the byte intervals of parameters that could be stored in less, by storage."""
-        memory: dict[tuple[str, int], list[tuple[int, int, str]]] = defaultdict(list)
-        for fqn, param in self._params.items():
-            if isinstance(param, DTensor):
-                continue  # forward reads a whole copy of it, in other memory
-            if self._low is not None and param.numel() and param.dtype in (torch.float32, torch.float64):
-                memory[storage_key(param)].append((*byte_interval(param), fqn))
-        return dict(memory)
-
     def _read(self, values: Sequence[Any]) -> Iterator[str]:
         """Yield the parameters whose bytes lie under any tensor among the arguments."""
         for value in values:
@@ -249,13 +237,10 @@ class ComputeDtypeProbe(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
                 yield from (fqn for first, last, fqn in intervals if first < stop and start < last)
 
     def _record(self, func: Any, fqn: str, out: Any) -> None:
-        if _is_neutral(func):
-            return
         if func is _TO_COPY and isinstance(out, Tensor) and out.dtype == self._low:
-            self._flags[self._index[fqn], _CAST] = 1
-            return
-        self._flags[self._index[fqn], _OTHER] = 1
-        self._reasons[fqn].add(str(func))
+            self._cast.add(fqn)
+        elif not _is_neutral(func):
+            self._reasons[fqn].add(str(func))
 
 
 @cache

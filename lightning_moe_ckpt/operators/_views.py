@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.operators._copies import fits
 from lightning_moe_ckpt.operators._parameters import own_parameters
 
 CapacityScope = Literal["expert", "layer", "model"]
@@ -334,15 +335,11 @@ class AttributeState:
             if key not in state:
                 if hasattr(owner, name):
                     delattr(owner, name)
-            elif isinstance(live, Tensor) and isinstance(state[key], Tensor) and _fits(live, state[key]):
+            elif fits(live, state[key]):
                 with torch.no_grad():
                     live.copy_(state[key])
             else:
                 setattr(owner, name, _placed(state[key], owner))
-
-
-def _fits(live: Tensor, stored: Tensor) -> bool:
-    return live.shape == stored.shape and live.dtype == stored.dtype
 
 
 def _placed(value: Any, owner: nn.Module) -> Any:

@@ -107,6 +107,11 @@ class StepClock:
 class Budgets:
     """Bytes of a generation that one rank may write, by level; the same on all ranks. Records are copied from `device`."""
 
+    reserve_nbytes = 0
+    """Bytes of this rank's largest segment under a budget, with the gradients behind it; 0 if plans decide."""
+    peer_nbytes: int | None = None
+    """Bytes that holders of copies reserve per segment, and to rebuild one; `None` for the ring's slots."""
+
     def __init__(self, config: Mapping[str, Budget], device: torch.device, *, every_n_steps: int = 1) -> None:
         self._config, self._device, self._every_n_steps = config, device, every_n_steps
         self.width = len(config) if "auto" in config.values() else 0
@@ -125,16 +130,6 @@ class Budgets:
         self._local_rate = 0.0
         self._ring_nbytes: int | None = None
         """Bytes of a ring slot, once known: budgets measured later do not exceed it."""
-
-    @property
-    def reserve_nbytes(self) -> int:
-        """Bytes of this rank's largest segment under a budget, with the gradients behind it; 0 if plans decide."""
-        return 0
-
-    @property
-    def peer_nbytes(self) -> int | None:
-        """Bytes that holders of copies reserve per segment, and to rebuild one; `None` for the ring's slots."""
-        return None
 
     @property
     def nbytes(self) -> dict[str, int]:
@@ -236,8 +231,7 @@ class ExpertBudgets(Budgets):
             self._ring_nbytes = int(self._segment_nbytes * (1 + RING_HEADROOM))
 
     @property
-    @override
-    def reserve_nbytes(self) -> int:
+    def reserve_nbytes(self) -> int:  # type: ignore[override]  # follows the sizes of segments
         if STORAGE not in self._config:
             return 0
         # A measured budget may grow up to memory's; gradients are kept for the experts that leave the node.
@@ -246,8 +240,7 @@ class ExpertBudgets(Budgets):
         return self._segment_nbytes + self._sizes()[STORAGE].behind(max(remote, self._least_nbytes))
 
     @property
-    @override
-    def peer_nbytes(self) -> int | None:
+    def peer_nbytes(self) -> int | None:  # type: ignore[override]  # as above
         if STORAGE not in self._config:
             return None
         sizes, nbytes = self._sizes()[STORAGE], max(self._nbytes(STORAGE), self._least_nbytes)

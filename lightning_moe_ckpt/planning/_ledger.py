@@ -31,7 +31,7 @@ from lightning_moe_ckpt.errors import IdentityMismatch
 from lightning_moe_ckpt.journal import Arrival, Arrivals
 from lightning_moe_ckpt.operators import LoadCounter, OperatorSet, RecordKind
 from lightning_moe_ckpt.planning._budgets import Budgets
-from lightning_moe_ckpt.planning._popularity_meter import StepFollower, sum_in_order
+from lightning_moe_ckpt.planning._measures import StepFollower, sum_in_order
 from lightning_moe_ckpt.policies import (
     MEMORY,
     NEVER,
@@ -290,7 +290,7 @@ class Counting(StepFollower):
         return {}
 
     def restore(self, outcome: Mapping[str, Any]) -> None:
-        """Go on from the ledger at the boundary this incarnation starts from."""
+        """Go on from the ledger at the boundary this incarnation starts from. Raises `IdentityMismatch` if it counts other experts."""
 
 
 class LedgerKeeper(Counting):
@@ -300,8 +300,7 @@ class LedgerKeeper(Counting):
 
     def __init__(self, policy: Policy, view: StateView, module: torch.nn.Module) -> None:
         self._policy, self._view = policy, view
-        width = view.widths(RecordKind.FULL)
-        nbytes = {op.name: sum(piece.numel * width(piece.fqn) for piece in op.slices) for op in view.operators}
+        nbytes = {op.name: view.record_nbytes(op, RecordKind.FULL) for op in view.operators}
         self.layouts = layouts = expert_layouts(view.operators, nbytes)
         self._counter = RoutedCounter(view.operators, module)
         self.counts = CountCopies(self._counter)
@@ -351,7 +350,6 @@ class LedgerKeeper(Counting):
 
     @override
     def completed(self, inputs: PlanInputs) -> PlanInputs:
-        """Return the inputs with the ledger, and with the experts with a bad stored copy to be taken again."""
         return replace(
             inputs,
             index=self.ledger.generations,
@@ -387,7 +385,6 @@ class LedgerKeeper(Counting):
 
     @override
     def remove(self) -> None:
-        """Stop counting, and stop reading stored copies."""
         self._bad.close()
         self._counter.remove()
 
@@ -442,9 +439,6 @@ class LedgerKeeper(Counting):
 
     @override
     def restore(self, outcome: Mapping[str, Any]) -> None:
-        """Go on from the ledger at the boundary this incarnation starts from. Raises `IdentityMismatch` if the ledger
-        counts other experts.
-        """
         stored = outcome.get("accounting")
         self._bad.restored(outcome.get("bad", {}))
         if stored is None:

@@ -23,9 +23,15 @@ from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.planning._background import PlanMaker, StagePlans, require_plans
 from lightning_moe_ckpt.planning._budgets import MEASURED_STEPS, Budgets, ExpertBudgets, slot_sizes
-from lightning_moe_ckpt.planning._first_steps import ConsumedPrecision, CountProof, PrecisionProof
 from lightning_moe_ckpt.planning._ledger import Counting, LedgerKeeper, LossFigures
-from lightning_moe_ckpt.planning._popularity_meter import CaptureOrder, PopularityMeter, StepFollower
+from lightning_moe_ckpt.planning._measures import (
+    CaptureOrder,
+    ConsumedPrecision,
+    CountProof,
+    PopularityMeter,
+    PrecisionProof,
+    StepFollower,
+)
 from lightning_moe_ckpt.policies import MEMORY, Audience, Chains, Deltas, PlanInputs, Policy
 from lightning_moe_ckpt.snapshot import Constants, StateView, WindowLayout, why_no_deltas
 from lightning_moe_ckpt.storage import BadCopies, GenerationId, RunStore
@@ -83,7 +89,11 @@ class Planner:
         config = policy.popularity if "popularity" in policy.needs and view.operators.num_experts else None
         self.order = CaptureOrder() if config is None else PopularityMeter(config, view.operators, module)
         self._ledger = LedgerKeeper(policy, view, module) if "tokens" in policy.needs else Counting()
-        self._measures = self._all_measures(module, may_probe=may_probe)
+        self._measures: list[StepFollower] = [self._precision] if self._precision.is_watched else []
+        if (required := self._ledger.counts_tokens) or (may_probe and self.order.counts_tokens):
+            distrust, stage = self.order.distrust, self._stages.exchange
+            self._measures.append(CountProof(view.operators, module, stage, required=required, distrust=distrust))
+        self._measures += [each for each in (self._ledger, self.order) if type(each) not in {Counting, CaptureOrder}]
         self.maker = PlanMaker(policy, view, groups, self._ledger.layouts)
         self.sizes = self.maker.sizes
         self._budgets = self._make_budgets(groups)
@@ -93,15 +103,6 @@ class Planner:
         self._ended = False
         """Whether planning has ended for good."""
         self._first = FirstPlan()
-
-    def _all_measures(self, module: torch.nn.Module, *, may_probe: bool) -> list[StepFollower]:
-        """Return the parts that follow steps, in the order of their turns."""
-        required = self._ledger.counts_tokens
-        measures: list[StepFollower] = [self._precision] if self._precision.is_watched else []
-        if required or (may_probe and self.order.counts_tokens):
-            operators, exchange = self._view.operators, self._stages.exchange
-            measures.append(CountProof(operators, module, exchange, required=required, distrust=self.order.distrust))
-        return measures + [each for each in (self._ledger, self.order) if type(each) not in {Counting, CaptureOrder}]
 
     @property
     def tokens(self) -> LedgerKeeper | None:
@@ -290,8 +291,9 @@ class Planner:
     def first_layout(self) -> WindowLayout | None:
         """Return the first plan once its inputs are known, else `None`; call at boundaries outside windows. Collective."""
         self._boundaries += 1
-        wait = "bandwidths" in self._policy.needs or self._precision.is_watched
-        if self._ended or self._current is not None or (wait and self._boundaries < MEASURED_STEPS):
+        if self._ended or self._current is not None:
+            return None
+        if self._boundaries < MEASURED_STEPS and ("bandwidths" in self._policy.needs or self._precision.is_watched):
             return None
         popularity = self.order.first(self._stages.exchange)
         dtypes = self._precision.agreed(list(self._view.params), self._stages.exchange)

@@ -20,6 +20,7 @@ from lightning_moe_ckpt.policies._partial import next_k as next_k
 from lightning_moe_ckpt.policies._plan import AUDIENCES as AUDIENCES
 from lightning_moe_ckpt.policies._plan import Audience as Audience
 from lightning_moe_ckpt.policies._plan import Plan as Plan
+from lightning_moe_ckpt.policies._plan import PlanRecord as PlanRecord
 from lightning_moe_ckpt.policies._plan import WindowStep as WindowStep
 from lightning_moe_ckpt.policies._policy import Budget as Budget
 from lightning_moe_ckpt.policies._policy import Chains as Chains

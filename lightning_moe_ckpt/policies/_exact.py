@@ -68,11 +68,9 @@ class SparsePolicy(Policy):
     @property
     @override
     def needs(self) -> frozenset[Measurement]:
-        """Precisions, for COMPUTE; popularity and bandwidths if plans depend on them."""
-        found: set[Measurement] = {"compute_dtypes"}
-        found |= {"popularity"} if self.popularity is not None else set()
-        found |= {"bandwidths"} if "auto" in self.budgets.values() else set()
-        return frozenset(found)
+        """Also precisions, for COMPUTE, and popularity if plans depend on it."""
+        own: set[Measurement] = {"compute_dtypes"} if self.popularity is None else {"compute_dtypes", "popularity"}
+        return super().needs | own
 
     @property
     @override
@@ -97,7 +95,6 @@ class SparsePolicy(Policy):
 
     @override
     def config(self) -> dict[str, Any]:
-        """Return the policy without the period, which does not change a window's form."""
         config = {**json.loads(json.dumps(asdict(self))), "kind": self.kind}
         del config["every_n_steps"]
         return config
@@ -131,7 +128,6 @@ class SparsePolicy(Policy):
 
     @override
     def plan(self, inputs: PlanInputs) -> Plan:
-        """Plan by schedule, by window, or by budget."""
         if self.schedule is not None:
             names = set(all_names(inputs.operators))
             slots = [[name for name in slot if name in names] for slot in self.schedule]
@@ -177,15 +173,6 @@ class DensePolicy(PeriodicPolicy):
     default_steps = 100
     kind = "dense"
 
-    @override
-    def config(self) -> dict[str, Any]:
-        """Return what identifies the policy, without the period, which does not change a window's form."""
-        return {"kind": self.kind}
-
-    @override
-    def plan(self, inputs: PlanInputs) -> Plan:
-        return Plan.of_everything(all_names(inputs.operators))
-
 
 @dataclass(frozen=True, kw_only=True)
 class DifferentialPolicy(Policy):
@@ -212,15 +199,5 @@ class DifferentialPolicy(Policy):
         return 1
 
     @override
-    def config(self) -> dict[str, Any]:
-        """Return what identifies the policy, without period, batches and mode, which do not change a stored base."""
-        return {"kind": self.kind}
-
-    @override
     def due(self, step: int, last: int | None, interval_steps: int) -> bool:
         return True
-
-    @override
-    def plan(self, inputs: PlanInputs) -> Plan:
-        """Return the plan of a base; differences have the same operators."""
-        return Plan.of_everything(all_names(inputs.operators))

@@ -198,7 +198,6 @@ class PartialPolicy(ExpertPolicy):
 
     @override
     def config(self) -> dict[str, Any]:
-        """Return what identifies the policy, without the period, which does not change a generation's contents."""
         return {name: getattr(self, name) for name in ("kind", "k", "snapshot_k", "order")}
 
     @override

@@ -24,6 +24,7 @@ from lightning_moe_ckpt.policies._expert_tables import MAX_GENERATIONS, ExpertLa
 from lightning_moe_ckpt.policies._plan import AUDIENCES, Audience, Plan
 from lightning_moe_ckpt.policies._popularity import Popularity
 from lightning_moe_ckpt.policies._token_ledger import TokenLedger
+from lightning_moe_ckpt.policies._windows import all_names
 
 # Shape suffix: E experts of all layers.
 
@@ -138,8 +139,8 @@ class Policy(ABC):
 
     @property
     def needs(self) -> frozenset[Measurement]:
-        """Measurements for the policy's plans."""
-        return frozenset()
+        """Measurements for the policy's plans; bandwidths if budgets depend on them."""
+        return frozenset({"bandwidths"} if "auto" in self.budgets.values() else ())
 
     @property
     def budgets(self) -> Mapping[str, Budget]:
@@ -151,9 +152,11 @@ class Policy(ABC):
         """The user's bound on steps between generations, such as `every_n_steps=1`; empty where cost may stretch a default."""
         return ""
 
-    @abstractmethod
     def config(self) -> dict[str, Any]:
-        """Return what identifies the policy, as JSON values; a stored plan is adopted only under an equal policy."""
+        """Return what identifies the policy, as JSON values; a stored plan is adopted only under an equal policy. What does not change
+        the form of a stored generation is left out, such as its period.
+        """
+        return {"kind": self.kind}
 
     @abstractmethod
     def least_steps(self, num_operators: int) -> int:
@@ -163,9 +166,9 @@ class Policy(ABC):
     def due(self, step: int, last: int | None, interval_steps: int) -> bool:
         """Return whether a window should start at boundary `step`, after this incarnation's newest window at `last`, if any."""
 
-    @abstractmethod
     def plan(self, inputs: PlanInputs) -> Plan:
-        """Plan the next window; from any thread."""
+        """Plan the next window; from any thread. Here one step takes everything; of a base and its differences this is the base's plan."""
+        return Plan.of_everything(all_names(inputs.operators))
 
     def refusal(self, operators: OperatorSet) -> str | None:
         """Return why no plan over these operators is possible, with a remedy; `None` if plans are possible."""
@@ -245,9 +248,8 @@ class ExpertPolicy(PeriodicPolicy):
     @property
     @override
     def needs(self) -> frozenset[Measurement]:
-        """Tokens, by which experts are chosen and losses are reported; bandwidths if budgets depend on them."""
-        found: set[Measurement] = {"tokens"}
-        return frozenset(found | {"bandwidths"} if "auto" in self.budgets.values() else found)
+        """Also tokens, by which experts are chosen and losses are reported."""
+        return super().needs | {"tokens"}
 
     @abstractmethod
     def select(self, index: int, tables: Sequence[ExpertTable], budgets: Mapping[str, int]) -> Selection:

@@ -23,7 +23,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
+from itertools import chain
 
 from torch import Tensor
 from typing_extensions import override
@@ -74,11 +74,6 @@ class SelectivePolicy(ExpertPolicy):
         return {MEMORY: self.local_budget, STORAGE: self.remote_budget}
 
     @override
-    def config(self) -> dict[str, Any]:
-        """Return what identifies the policy. Period and budgets are left out: they do not change a generation's form."""
-        return {"kind": self.kind}
-
-    @override
     def generations_kept(self, inputs: PlanInputs) -> int:
         return super().generations_kept(inputs) if inputs.budgets else MAX_GENERATIONS
 
@@ -106,14 +101,9 @@ class SelectivePolicy(ExpertPolicy):
     @override
     def select(self, index: int, tables: Sequence[ExpertTable], budgets: Mapping[str, int]) -> Selection:
         """Return the experts by position; `index` decides only between equal experts, and turns."""
-        memory: ExpertRows = [[] for _ in tables]
-        storage: ExpertRows = [[] for _ in tables]
-        for position in _positions(tables):
-            kept, stored = self._of_position(index, tables, _held(tables, position), budgets)
-            for i in range(len(tables)):
-                memory[i] += kept[i]
-                storage[i] += stored[i]
-        return Selection(*(tuple(tuple(sorted(row)) for row in rows) for rows in (memory, storage)))
+        places = (_held(tables, position) for position in _positions(tables))
+        levels = zip(*(self._of_position(index, tables, held, budgets) for held in places), strict=True)
+        return Selection(*(tuple(tuple(sorted(chain(*rows))) for rows in zip(*each, strict=True)) for each in levels))
 
     def _of_position(
         self, index: int, tables: Sequence[ExpertTable], held: ExpertRows, budgets: Mapping[str, int]

@@ -230,32 +230,29 @@ class TokenLedger:
         int64 `[E]`, are further tokens that experts will have learned from by the time the choice is carried out.
         """
         alive_then_E = self.alive if coming is None else self.alive + coming
-        first_E = torch.zeros_like(self.alive)
-        first_E[list(again)] = 1
-        first = self._by_layer(first_E)
-        expected = {level: self._within_reach(level) for level in self.saved}
-        unsaved = {level: self._by_layer(alive_then_E - alive_E) for level, (alive_E, _) in expected.items()}
-        saved_at = {level: self._by_layer(step_E) for level, (_, step_E) in expected.items()}
-        skipped = {level: self._by_layer(ledger.skipped.long()) for level, ledger in self.saved.items()}
-        waited = {level: self._by_layer(ledger.waited()) for level, ledger in self.saved.items()}
-        stored_E = self.saved[STORAGE].step
-        stored = {
-            level: self._by_layer(((stored_E >= step_E) & (stored_E != NEVER)).long())
-            for level, (_, step_E) in expected.items()
+        again_E = torch.zeros_like(self.alive, dtype=torch.bool)
+        again_E[list(again)] = True
+        expected, stored_E = {level: self._within_reach(level) for level in self.saved}, self.saved[STORAGE].step
+        by_level = {
+            "unsaved": {level: alive_then_E - alive_E for level, (alive_E, _) in expected.items()},
+            "saved_at": {level: step_E for level, (_, step_E) in expected.items()},
+            "skipped": {level: ledger.skipped for level, ledger in self.saved.items()},
+            "waited": {level: ledger.waited() for level, ledger in self.saved.items()},
+            "stored": {level: (stored_E >= step_E) & (stored_E != NEVER) for level, (_, step_E) in expected.items()},
         }
-        age = self._by_layer(self.generations - self.taken)
+        rows = {
+            name: {level: self._by_layer(values_E) for level, values_E in levels.items()}
+            for name, levels in by_level.items()
+        }
+        ages, firsts = self._by_layer(self.generations - self.taken), self._by_layer(again_E)
         return [
             ExpertTable(
                 layer=layout.layer,
                 rank_of=layout.rank_of,
                 nbytes=layout.nbytes,
-                unsaved={level: rows[i] for level, rows in unsaved.items()},
-                saved_at={level: rows[i] for level, rows in saved_at.items()},
-                skipped={level: tuple(map(bool, rows[i])) for level, rows in skipped.items()},
-                age=age[i],
-                waited={level: rows[i] for level, rows in waited.items()},
-                stored={level: tuple(map(bool, rows[i])) for level, rows in stored.items()},
-                again=tuple(map(bool, first[i])) if again else (),
+                age=ages[i],
+                again=firsts[i] if again else (),
+                **{name: {level: each[i] for level, each in levels.items()} for name, levels in rows.items()},
             )
             for i, layout in enumerate(layouts)
         ]
@@ -271,23 +268,17 @@ class TokenLedger:
     def from_journal(cls, stored: Mapping[str, Any]) -> TokenLedger:
         """Read the value of `to_journal`. Raises `Corrupt` if the value is no ledger."""
         try:
+            known: dict[str, Any] = {name: counts(stored[name]) for name in ("alive", "processed", "lost", "taken")}
+            known |= {name: int(stored[name]) for name in ("faults", "generations")}
+            # Journals of older versions do not have all of these.
+            known |= {name: int(stored.get(name, 0)) for name in ("steps", "steps_left", "last_lost")}
+            numbers = {"k": stored["k"], "last_k": stored.get("last_k"), "memory_k": stored.get("memory_k")}
+            known |= {name: None if number is None else int(number) for name, number in numbers.items()}
             found = cls(
                 num_experts=tuple(int(number) for number in stored["num_experts"]),
-                alive=counts(stored["alive"]),
-                processed=counts(stored["processed"]),
-                lost=counts(stored["lost"]),
-                # Journals of older versions do not have all of them.
                 dropped=counts(stored.get("dropped", torch.zeros(len(stored["num_experts"]), dtype=torch.int64))),
-                steps=int(stored.get("steps", 0)),
-                steps_left=int(stored.get("steps_left", 0)),
-                last_lost=int(stored.get("last_lost", 0)),
-                last_k=_optional(stored.get("last_k")),
-                memory_k=_optional(stored.get("memory_k")),
-                faults=int(stored["faults"]),
-                k=_optional(stored["k"]),
-                generations=int(stored["generations"]),
-                taken=counts(stored["taken"]),
                 saved={str(level): TierLedger.from_journal(ledger) for level, ledger in stored["saved"].items()},
+                **known,
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise Corrupt(f"The token accounting of a journal cannot be read: {error}. Use an older one.") from error
@@ -312,12 +303,8 @@ class TokenLedger:
         newer_E = stored_step_E > step_E
         return torch.where(newer_E, stored_alive_E, alive_E), torch.where(newer_E, stored_step_E, step_E)
 
-    def _by_layer(self, values_E: Tensor) -> list[tuple[int, ...]]:
+    def _by_layer(self, values_E: Tensor) -> list[tuple[Any, ...]]:
         return [tuple(part.tolist()) for part in torch.split(values_E, list(self.num_experts))]
-
-
-def _optional(value: Any) -> int | None:
-    return None if value is None else int(value)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -10,12 +10,12 @@ from lightning_moe_ckpt.simulation._chooser import reasons as reasons
 from lightning_moe_ckpt.simulation._events import Simulated as Simulated
 from lightning_moe_ckpt.simulation._events import expected as expected
 from lightning_moe_ckpt.simulation._events import simulate as simulate
-from lightning_moe_ckpt.simulation._failures import Failures as Failures
-from lightning_moe_ckpt.simulation._failures import Scope as Scope
 from lightning_moe_ckpt.simulation._profile import ClusterProfile as ClusterProfile
 from lightning_moe_ckpt.simulation._profile import CostProfile as CostProfile
+from lightning_moe_ckpt.simulation._profile import Failures as Failures
 from lightning_moe_ckpt.simulation._profile import ModelProfile as ModelProfile
 from lightning_moe_ckpt.simulation._profile import Profile as Profile
+from lightning_moe_ckpt.simulation._profile import Scope as Scope
 from lightning_moe_ckpt.simulation._profile import SpeedProfile as SpeedProfile
 from lightning_moe_ckpt.simulation._profile import TrainingProfile as TrainingProfile
 from lightning_moe_ckpt.simulation._systems import SYSTEMS as SYSTEMS

@@ -14,8 +14,7 @@ from lightning_moe_ckpt._units import time_text
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.goodput import PARTS, Goodput
 from lightning_moe_ckpt.policies import PlanItem, PlannerName, plan_for_window, plan_window, split_nbytes
-from lightning_moe_ckpt.simulation._failures import SCOPES, Scope
-from lightning_moe_ckpt.simulation._profile import Profile
+from lightning_moe_ckpt.simulation._profile import SCOPES, Profile, Scope
 
 MEMORY_OF_NODE, OTHER_NODES, STORED = "memory", "other nodes", "storage"
 """Names of places."""

@@ -27,8 +27,7 @@ from lightning_moe_ckpt.simulation._behaviour import (
     rank_items,
     refuse_hopeless,
 )
-from lightning_moe_ckpt.simulation._failures import Scope
-from lightning_moe_ckpt.simulation._profile import Profile
+from lightning_moe_ckpt.simulation._profile import Profile, Scope
 from lightning_moe_ckpt.simulation._systems import Ours
 
 EVERY_MEMORY = 0.05

@@ -18,8 +18,7 @@ from functools import cache
 from lightning_moe_ckpt.errors import ConfigurationError
 from lightning_moe_ckpt.goodput import PARTS, Goodput
 from lightning_moe_ckpt.simulation._behaviour import SimulatedTier, mean_cycle, recovery, refuse_hopeless
-from lightning_moe_ckpt.simulation._failures import SCOPES, Failures, Scope
-from lightning_moe_ckpt.simulation._profile import Profile
+from lightning_moe_ckpt.simulation._profile import SCOPES, Failures, Profile, Scope
 from lightning_moe_ckpt.simulation._systems import System
 from lightning_moe_ckpt.tiers import FailureDomain, place_replicas, survival_probability
 

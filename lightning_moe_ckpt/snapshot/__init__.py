@@ -1,5 +1,6 @@
 """Lay out a plan's records in memory, and fill that memory from live state. Internal: may change in any version."""
 
+from lightning_moe_ckpt.policies import PlanRecord as PlanRecord
 from lightning_moe_ckpt.policies import Shard as Shard
 from lightning_moe_ckpt.snapshot._averages import Averages as Averages
 from lightning_moe_ckpt.snapshot._averages import is_average as is_average
@@ -52,7 +53,6 @@ from lightning_moe_ckpt.snapshot._layout import FileLayout as FileLayout
 from lightning_moe_ckpt.snapshot._layout import StateView as StateView
 from lightning_moe_ckpt.snapshot._layout import StepLayout as StepLayout
 from lightning_moe_ckpt.snapshot._layout import WindowLayout as WindowLayout
-from lightning_moe_ckpt.snapshot._plan_record import PlanRecord as PlanRecord
 from lightning_moe_ckpt.snapshot._shards import PACKED as PACKED
 from lightning_moe_ckpt.snapshot._shards import ParameterShards as ParameterShards
 from lightning_moe_ckpt.snapshot._shards import ShardTable as ShardTable

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -302,27 +302,23 @@ class RecordedStep:
 
     def gradients(self) -> Gradients | None:
         """Wait for the copies and return the gradients; `None` if a copy failed or a source changed meanwhile."""
-        try:
-            self._ticket.wait()
-        except CheckpointError:
-            self.drop()
-        self._decide()
+        self._end(self._ticket.wait)
         return self._gradients
 
     def release(self, engine: CopyEngine) -> None:
         """Wait for the copies and let go of the sources, which may change from here on."""
-        try:
-            engine.fence(self._ticket)
-        except CheckpointError:
-            self.drop()
-        self._decide()
+        self._end(lambda: engine.fence(self._ticket))
 
     def drop(self) -> None:
         """Return no gradients from here on: they lead to other weights."""
         with self._lock:
             self._gradients, self._sources = None, ()
 
-    def _decide(self) -> None:
+    def _end(self, wait: Callable[[], object]) -> None:
+        try:
+            wait()
+        except CheckpointError:
+            self.drop()
         with self._lock:
             if not _unchanged(self._sources):
                 self._gradients = None

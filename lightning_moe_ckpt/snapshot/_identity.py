@@ -66,11 +66,7 @@ class Identity:
     fingerprint: str
     autocast: str | None
     """Low precision of the forward pass under autocast."""
-    world_size: int
-    expert_parallel: int
-    pipeline_parallel: int = 1
-    sharding: str = ""
-    """How many parameters are in which shards, in words; empty without any."""
+    topology: Topology
     coupling: str = field(default="element", compare=False)
     """Range on which an element's update depends; said in markers where it is wider, for readers: fingerprints decide."""
     versions: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -86,7 +82,7 @@ class Identity:
         exchange: Exchange,
     ) -> Identity:
         """Return this job's identity, with all its pipeline stages. Collective."""
-        fingerprint = f"{operators.fingerprint()}-{view.schema.fingerprint()}"
+        fingerprint = f"{operators.fingerprint}-{view.schema.fingerprint()}"
         sharding = sharding_of(view.params.values())
         if groups.num_stages > 1:
             said = cast("list[list[str]]", exchange.gather_values([fingerprint, sharding])[:: groups.stage_size])
@@ -95,10 +91,12 @@ class Identity:
         return cls(
             fingerprint=fingerprint,
             autocast=None if autocast_dtype is None else str(autocast_dtype).removeprefix("torch."),
-            world_size=groups.world_size,
-            expert_parallel=groups.ep_size,
-            pipeline_parallel=groups.num_stages,
-            sharding=sharding,
+            topology=Topology(
+                world_size=groups.world_size,
+                expert_parallel=groups.ep_size,
+                pipeline_parallel=groups.num_stages,
+                sharding=sharding,
+            ),
             coupling=view.schema.reach.coupling,
             versions=agreed_versions(exchange),
         )
@@ -116,33 +114,23 @@ class Identity:
                 f"{stored.generation} does not say which model wrote it, and by which plan. If another program stored "
                 "it, remove it, or give another URL."
             )
-        return cls(
-            fingerprint=fingerprint,
-            autocast=policy.get("autocast"),
+        topology = Topology(
             world_size=stored.world_size,
             expert_parallel=expert_parallel,
             pipeline_parallel=stages,
             sharding=str(policy.get("sharding", "")),
         )
-
-    @property
-    def topology(self) -> Topology:
-        """The ranks, and how they share the model."""
-        return Topology(
-            world_size=self.world_size,
-            expert_parallel=self.expert_parallel,
-            pipeline_parallel=self.pipeline_parallel,
-            sharding=self.sharding,
-        )
+        return cls(fingerprint=fingerprint, autocast=policy.get("autocast"), topology=topology)
 
     def policy(self) -> dict[str, object]:
         """Return the identity's entries in every marker."""
+        ranks = self.topology
         return {
             "fingerprint": self.fingerprint,
             "autocast": self.autocast,
-            "expert_parallel": self.expert_parallel,
-            **({STAGES: self.pipeline_parallel} if self.pipeline_parallel > 1 else {}),
-            **({"sharding": self.sharding} if self.sharding else {}),
+            "expert_parallel": ranks.expert_parallel,
+            **({STAGES: ranks.pipeline_parallel} if ranks.pipeline_parallel > 1 else {}),
+            **({"sharding": ranks.sharding} if ranks.sharding else {}),
             **({"coupling": self.coupling} if self.coupling != "element" else {}),
             VERSIONS: dict(self.versions),
         }
@@ -153,11 +141,12 @@ class Identity:
 
     def job_differences(self, stored: Identity, *, moved: bool = False) -> Iterator[str]:
         """Yield differences in ranks and precision, a line each; in precision only if the ranks may have `moved`."""
+        before, here = stored.topology, self.topology
         ranks = (
-            ("processes", stored.world_size, self.world_size),
-            ("expert_parallel", stored.expert_parallel, self.expert_parallel),
-            ("pipeline_parallel", stored.pipeline_parallel, self.pipeline_parallel),
-            ("parameters", stored.sharding or "plain", self.sharding or "plain"),
+            ("processes", before.world_size, here.world_size),
+            ("expert_parallel", before.expert_parallel, here.expert_parallel),
+            ("pipeline_parallel", before.pipeline_parallel, here.pipeline_parallel),
+            ("parameters", before.sharding or "plain", here.sharding or "plain"),
         )
         for what, was, now in (
             *(() if moved else ranks),

@@ -27,6 +27,7 @@ from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.policies import (
     DensePolicy,
     PlanInputs,
+    PlanRecord,
     Shard,
     WindowStep,
     all_names,
@@ -37,7 +38,6 @@ from lightning_moe_ckpt.policies import (
     writers_of,
 )
 from lightning_moe_ckpt.snapshot._layout import JOURNAL, FileLayout, OperatorSlice, StateView, StepLayout, WindowLayout
-from lightning_moe_ckpt.snapshot._plan_record import PlanRecord
 from lightning_moe_ckpt.snapshot._shards import numel_of
 from lightning_moe_ckpt.storage import MAX_HEADER_NBYTES
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import groupby
@@ -34,9 +35,8 @@ from lightning_moe_ckpt.operators import (
     stepped_parameters,
 )
 from lightning_moe_ckpt.parallel import ParallelGroups
-from lightning_moe_ckpt.policies import Audience, Shard, all_names
+from lightning_moe_ckpt.policies import Audience, PlanRecord, Shard, all_names
 from lightning_moe_ckpt.snapshot._averages import Averages
-from lightning_moe_ckpt.snapshot._plan_record import PlanRecord
 from lightning_moe_ckpt.snapshot._shards import PACKED, Field, FieldForm, ShardTable, numel_of, sized
 from lightning_moe_ckpt.storage import KindColumns, NameColumns, SegmentLayout, SpelledRows, TensorKind, dtype_code
 from lightning_moe_ckpt.tiers import Mirroring, aligned_gradient, gradient_nbytes
@@ -122,22 +122,21 @@ class StateView:
                 buffer.data = buffer.data.new_zeros(kind[1])
 
     def replanned(self, operators: OperatorSet, compute_dtypes: Mapping[str, torch.dtype]) -> StateView:
-        """Return a view of the same live state, cut into other operators and stored at other precisions."""
-        return self._like(operators, compute_dtypes, self.averages)
+        """Return a view of the same live state, cut into other operators and stored at other precisions.
+
+        Parameters and buffers stay the same, although the module may have replaced some: a new process has no others, and would
+        refuse records of them.
+        """
+        view: StateView = copy(self)
+        view.operators, view.compute_dtypes = operators, dict(compute_dtypes)
+        view._parts, view.repeated = {}, {}
+        return view
 
     def assuming(self, *, averages_consumed: bool) -> StateView:
         """Return a view of the same live state under a plan whose maker did, or did not, run forward on averages."""
-        return self._like(self.operators, self.compute_dtypes, self.averages.assuming(consumed=averages_consumed))
-
-    def _like(self, operators: OperatorSet, compute_dtypes: Mapping[str, torch.dtype], averages: Averages) -> StateView:
-        view = StateView(self.module, operators, self.schema, compute_dtypes, averages)
-        # Also parameters that the module has replaced: their records are not captured.
-        view.params, view.boxes = self.params, self.boxes
-        # A new process has no others, and would refuse records of them.
-        view._buffer_owners, view.buffer_names = self._buffer_owners, self.buffer_names
-        view.gradient_dtype, view.dense_plan = self.gradient_dtype, self.dense_plan
-        view.repeatable, view.consumed = self.repeatable, self.consumed
-        view.difference_dtype = self.difference_dtype
+        view = self.replanned(self.operators, self.compute_dtypes)
+        view.averages = self.averages.assuming(consumed=averages_consumed)
+        view.averages.cut(view.params)
         return view
 
     def by_region(self, operators: Sequence[Operator], groups: ParallelGroups) -> dict[Region, list[OperatorSlice]]:
@@ -498,7 +497,7 @@ class WindowLayout:
     def is_incomplete(self) -> bool:
         """Whether the durable files lack an operator of some rank, see `missing`; equal on all ranks."""
         if self.record.stages:
-            return self.record.is_incomplete
+            return any(facts["incomplete"] for facts in self.record.stages)
         return not self._durable.issuperset(all_names(self.steps[0].view.operators))
 
     @cached_property

@@ -29,7 +29,7 @@ from lightning_moe_ckpt.metrics import load_skew
 from lightning_moe_ckpt.moe import MoELayer
 from lightning_moe_ckpt.operators import OperatorSet, discover
 from lightning_moe_ckpt.planning import Planner
-from lightning_moe_ckpt.planning._popularity_meter import PopularityMeter
+from lightning_moe_ckpt.planning._measures import PopularityMeter
 from lightning_moe_ckpt.session import Report
 from lightning_moe_ckpt.strategy import MoEStrategy
 

@@ -116,7 +116,7 @@ def test_without_the_journal_other_plans_are_followed(campaigns: Campaigns) -> N
     """The ablation: the comparison of plans can fail."""
     setup = VARIANTS["soft, decayed"]
     forgetful = Seam(
-        module="lightning_moe_ckpt.planning._popularity_meter",
+        module="lightning_moe_ckpt.planning._measures",
         attribute="PopularityMeter.restore_measure",
         replacement=_restore_nothing,
     )

@@ -35,7 +35,7 @@ from lightning_moe_ckpt.operators import (
 from lightning_moe_ckpt.operators.adapters import unregister_adapter
 from lightning_moe_ckpt.operators.adapters._by_class import AdapterFactory
 from lightning_moe_ckpt.parallel import ParallelGroups, build_groups
-from lightning_moe_ckpt.planning._first_steps import CountProof
+from lightning_moe_ckpt.planning._measures import CountProof
 from operators._families import FAMILIES, nllb_moe
 
 E, D, T = 4, 8, 32

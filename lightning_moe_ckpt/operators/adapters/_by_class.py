@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -50,6 +51,12 @@ from lightning_moe_ckpt.operators.adapters._by_shape import find_router_beside, 
 from lightning_moe_ckpt.operators.adapters._tutel import describe_tutel
 
 
+def _all_here(fqn: str, experts: Mapping[int, tuple[ParamSlice, ...]], router: Iterable[str]) -> MoELayerSpec:
+    """Return the spec of a layer of which this rank has all experts, with its parameters alone."""
+    ids = tuple(experts)
+    return MoELayerSpec(fqn=fqn, num_experts=len(ids), local_expert_ids=ids, experts=experts, router=tuple(router))
+
+
 def describe_deepspeed(fqn: str, block: nn.Module, index: ParameterIndex) -> MoELayerSpec:
     """Describe DeepSpeed's `MoE`: a list of experts behind a gate that pads or drops to one capacity.
 
@@ -60,13 +67,10 @@ def describe_deepspeed(fqn: str, block: nn.Module, index: ParameterIndex) -> MoE
     if layer.ep_size > 1:
         _refuse_spread(fqn, "DeepSpeed", found=f"`ep_size={layer.ep_size}`", wanted="`ep_size=1`")
     inner = join(fqn, "deepspeed_moe")
-    gate, ids = f"{inner}.gate", tuple(range(layer.num_experts))
-    return MoELayerSpec(
-        fqn=fqn,
-        num_experts=len(ids),
-        local_expert_ids=ids,
-        experts=whole_slices({e: index.under(f"{inner}.experts.deepspeed_experts.{e}") for e in ids}),
-        router=tuple(index.under(gate)),
+    gate, listed = f"{inner}.gate", f"{inner}.experts.deepspeed_experts"
+    experts = whole_slices({expert: index.under(f"{listed}.{expert}") for expert in range(layer.num_experts)})
+    return replace(
+        _all_here(fqn, experts, index.under(gate)),
         top_k=layer.deepspeed_moe.gate.k,
         # Not the rows that experts are given: those are padded to the capacity.
         count=DemandTap(gate, _read_gate),
@@ -94,17 +98,12 @@ def describe_fastmoe(fqn: str, block: nn.Module, index: ParameterIndex) -> MoELa
     num_experts, experts, gate = int(layer.num_expert), join(fqn, "experts"), join(fqn, "gate")
     if layer.world_size > 1:
         _refuse_spread(fqn, "FastMoE", found=f"`world_size={layer.world_size}`", wanted="`world_size=1`")
-    ids = tuple(range(num_experts))
     if isinstance(layer.experts, nn.ModuleList):
-        slices = whole_slices({expert: index.under(f"{experts}.{expert}") for expert in ids})
+        slices = whole_slices({expert: index.under(f"{experts}.{expert}") for expert in range(num_experts)})
     else:
-        slices = stacked_slices(index.under(experts), ids, num_experts)
-    return MoELayerSpec(
-        fqn=fqn,
-        num_experts=num_experts,
-        local_expert_ids=ids,
-        experts=slices,
-        router=tuple(index.under(gate)),
+        slices = stacked_slices(index.under(experts), range(num_experts), num_experts)
+    return replace(
+        _all_here(fqn, slices, index.under(gate)),
         top_k=int(layer.top_k),
         # A gate with a capacity writes -1 in the place of what it drops.
         count=ChoiceTap(gate),
@@ -130,14 +129,11 @@ def describe_megablocks(fqn: str, block: nn.Module, index: ParameterIndex) -> Mo
         switch = "moe_expert_model_parallelism"
         _refuse_spread(fqn, "MegaBlocks", found=f"`{switch}=True`", wanted=f"`{switch}=False`")
     dropless = any(base.__name__ == "dMoE" for base in type(block).__mro__)
-    ids, limit = tuple(range(num_experts)), None if dropless else experts
-    return MoELayerSpec(
-        fqn=fqn,
-        num_experts=num_experts,
-        local_expert_ids=ids,
-        experts=merged_slices(mlp, ids, num_experts),
-        # The bias that all experts share has no expert to go with.
-        router=(*index.under(router), *(name for name in index.under(experts) if name not in mlp)),
+    limit = None if dropless else experts
+    # The bias that all experts share has no expert to go with.
+    routers = (*index.under(router), *(name for name in index.under(experts) if name not in mlp))
+    return replace(
+        _all_here(fqn, merged_slices(mlp, range(num_experts), num_experts), routers),
         top_k=int(args.moe_top_k),
         count=ChoiceTap(router, limit),
         probabilities=ProbabilityTap(f"{router}.layer"),
@@ -160,12 +156,8 @@ def describe_megatron(fqn: str, block: nn.Module, index: ParameterIndex) -> MoEL
     padded = bool(getattr(layer.config, "moe_pad_expert_input_to_capacity", False))
     biased = getattr(layer.router, "expert_bias", None) is not None
     factor = "config.moe_expert_capacity_factor"
-    return MoELayerSpec(
-        fqn=fqn,
-        num_experts=num_experts,
-        local_expert_ids=tuple(range(num_experts)),
-        experts=_cut_megatron(join(fqn, "experts"), layer.experts, index, num_experts),
-        router=tuple(index.under(router)),
+    return replace(
+        _all_here(fqn, _cut_megatron(join(fqn, "experts"), layer.experts, index, num_experts), index.under(router)),
         router_buffers=tuple(f"{router}.{name}" for name, _ in layer.router.named_buffers()),
         top_k=int(layer.config.moe_router_topk),
         count=None if padded else MaskTap(router, output=1),
@@ -218,14 +210,10 @@ def describe_scattermoe(fqn: str, mlp: nn.Module, index: ParameterIndex) -> MoEL
     """
     layer: Any = mlp
     num_experts = int(layer.num_experts)
-    ids = tuple(range(num_experts))
     params = {**index.under(join(fqn, "experts")), **index.under(join(fqn, "output_experts"))}
-    return MoELayerSpec(
-        fqn=fqn,
-        num_experts=num_experts,
-        local_expert_ids=ids,
-        experts=stacked_slices(params, ids, num_experts),
-        router=find_router_beside(fqn, num_experts, index),
+    slices = stacked_slices(params, range(num_experts), num_experts)
+    return replace(
+        _all_here(fqn, slices, find_router_beside(fqn, num_experts, index)),
         top_k=int(layer.top_k),
         count=IndexTap(fqn),
         capacity=CapacityTap(fqn),
@@ -247,15 +235,10 @@ def describe_torchtitan(fqn: str, block: nn.Module, index: ParameterIndex) -> Mo
     if not params:
         raise UnknownLayout(f"`{fqn}` is a torchtitan MoE without parameters in any of {_TITAN_EXPERTS}.")
     num_experts = next(iter(params.values())).shape[0]
-    ids = tuple(range(num_experts))
     bias = _first_present(block, ("expert_bias_E", "expert_bias"))
     load = _first_present(block, ("tokens_per_expert_E", "tokens_per_expert"))
-    return MoELayerSpec(
-        fqn=fqn,
-        num_experts=num_experts,
-        local_expert_ids=ids,
-        experts=stacked_slices(params, ids, num_experts),
-        router=tuple(index.under(router)),
+    return replace(
+        _all_here(fqn, stacked_slices(params, range(num_experts), num_experts), index.under(router)),
         router_buffers=tuple(
             join(fqn, each) for each in (bias, load) if each is not None and isinstance(getattr(block, each), Tensor)
         ),
@@ -279,13 +262,8 @@ def describe_llama4(fqn: str, block: nn.Module, index: ParameterIndex) -> MoELay
     """Describe Llama 4: every expert runs on every token, scaled by a score, which is zero unless the token chose the expert."""
     experts, router = index.under(join(fqn, "experts")), join(fqn, "router")
     num_experts = next(iter(experts.values())).shape[0]
-    ids = tuple(range(num_experts))
-    return MoELayerSpec(
-        fqn=fqn,
-        num_experts=num_experts,
-        local_expert_ids=ids,
-        experts=stacked_slices(experts, ids, num_experts),
-        router=tuple(index.under(router)),
+    return replace(
+        _all_here(fqn, stacked_slices(experts, range(num_experts), num_experts), index.under(router)),
         top_k=find_top_k(block),
         count=MaskTap(router, output=0),
         probabilities=ProbabilityTap(router, "sigmoid", output=1),
@@ -297,13 +275,8 @@ def describe_dbrx(fqn: str, block: nn.Module, index: ParameterIndex) -> MoELayer
     """Describe DBRX: matrices `[E * F, D]` with the rows of one expert after those of another."""
     experts, gate = join(fqn, "experts"), join(fqn, "router.layer")
     num_experts = int(block.get_submodule("router.layer").out_features)  # type: ignore[arg-type]  # nn.Linear
-    ids = tuple(range(num_experts))
-    return MoELayerSpec(
-        fqn=fqn,
-        num_experts=num_experts,
-        local_expert_ids=ids,
-        experts=merged_slices(index.under(experts), ids, num_experts),
-        router=tuple(index.under(gate)),
+    return replace(
+        _all_here(fqn, merged_slices(index.under(experts), range(num_experts), num_experts), index.under(gate)),
         top_k=find_top_k(block),
         count=IndexTap(experts),
         probabilities=ProbabilityTap(gate),

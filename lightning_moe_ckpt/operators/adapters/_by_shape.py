@@ -22,14 +22,15 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol, cast
+from dataclasses import replace
+from typing import Protocol, cast
 
 from torch import Tensor, nn
 
 from lightning_moe_ckpt.moe import MoELayer
 from lightning_moe_ckpt.moe._spread import SpreadExperts
 from lightning_moe_ckpt.operators._count_taps import AttributeTap, CapacityTap, IndexTap, ProbabilityTap, RowsTap
-from lightning_moe_ckpt.operators._operator import MoELayerSpec, stacked_slices, whole_slices
+from lightning_moe_ckpt.operators._operator import MoELayerSpec, ParamSlice, stacked_slices, whole_slices
 from lightning_moe_ckpt.operators._parameters import ParameterIndex, child_slots, join, own_parameters
 from lightning_moe_ckpt.operators._views import (
     AttributeCapacity,
@@ -54,26 +55,11 @@ def describe_module_list(root: nn.Module, fqn: str, container: nn.Module, index:
     experts = {expert: key for expert, key in slots.items() if children[key] is not None}
     if len(slots) < 2 or not _alike([children[key] for key in experts.values()]):
         return None
-    if (found := find_block(root, fqn, len(slots), index)) is None:
-        return None
-    block = root.get_submodule(found.fqn)
-    gate = find_router_module(root, found.fqn, len(slots))
     modules = {expert: join(fqn, key) for expert, key in experts.items()}
-    return MoELayerSpec(
-        fqn=found.fqn,
-        num_experts=len(slots),
-        local_expert_ids=tuple(modules),
-        experts=whole_slices({expert: index.under(path) for expert, path in modules.items()}),
-        router=found.router,
-        router_buffers=found.buffers,
-        top_k=find_top_k(container, block, *block.children()),
-        holders="expert_data" if len(modules) < len(slots) else "stage",
-        count=RowsTap(modules),
-        probabilities=ProbabilityTap(gate) if gate is not None else None,
-        live_capacity=_find_expert_capacity(root, found.fqn, len(slots)),
-        bias=_find_bias(root, found.fqn, len(slots)),
-        extra=_find_extra(root, found.fqn),
-    )
+    slices = whole_slices({expert: index.under(path) for expert, path in modules.items()})
+    if (spec := _describe_around(root, fqn, slices, len(slots), index)) is None:
+        return None
+    return replace(spec, count=RowsTap(modules), live_capacity=_find_expert_capacity(root, spec.fqn, len(slots)))
 
 
 def describe_stacked(root: nn.Module, fqn: str, experts: nn.Module, index: ParameterIndex) -> MoELayerSpec | None:
@@ -81,26 +67,39 @@ def describe_stacked(root: nn.Module, fqn: str, experts: nn.Module, index: Param
     if not (ids := _stacked_ids(experts)) or not fqn or is_shared(fqn):
         return None
     num_experts = len(ids) * (experts.ep_size if isinstance(experts, SpreadExperts) else 1)
-    if (found := find_block(root, fqn, num_experts, index)) is None:
+    slices = stacked_slices({index.name(p): p for p in own_parameters(experts).values()}, ids, num_experts)
+    if (spec := _describe_around(root, fqn, slices, num_experts, index)) is None:
         return None
-    block = root.get_submodule(found.fqn)
-    gate = find_router_module(root, found.fqn, num_experts)
+    # Indices are handed over before tokens are exchanged: global ones of this rank's tokens. Rows of stacked experts
+    # are not copied into buffers of a fixed size: nothing is dropped.
+    count = IndexTap(fqn, find_router_module(root, spec.fqn, num_experts))
+    return replace(spec, count=count, capacity=CapacityTap(fqn))
+
+
+def _describe_around(
+    root: nn.Module,
+    experts_fqn: str,
+    slices: Mapping[int, tuple[ParamSlice, ...]],
+    num_experts: int,
+    index: ParameterIndex,
+) -> MoELayerSpec | None:
+    """Return the spec of the block around a module of experts, but for its counts and capacity; `None` if there is no router."""
+    if (found := find_block(root, experts_fqn, num_experts, index)) is None:
+        return None
+    fqn, router, buffers = found
+    block, gate = root.get_submodule(fqn), find_router_module(root, fqn, num_experts)
     return MoELayerSpec(
-        fqn=found.fqn,
+        fqn=fqn,
         num_experts=num_experts,
-        local_expert_ids=ids,
-        experts=stacked_slices({index.name(p): p for p in own_parameters(experts).values()}, ids, num_experts),
-        router=found.router,
-        router_buffers=found.buffers,
-        top_k=find_top_k(experts, block, *block.children()),
-        holders="expert_data" if len(ids) < num_experts else "stage",
-        # Handed over before tokens are exchanged: global indices of this rank's tokens.
-        count=IndexTap(fqn, gate),
+        local_expert_ids=tuple(slices),
+        experts=slices,
+        router=router,
+        router_buffers=buffers,
+        top_k=find_top_k(root.get_submodule(experts_fqn), block, *block.children()),
+        holders="expert_data" if len(slices) < num_experts else "stage",
         probabilities=ProbabilityTap(gate) if gate is not None else None,
-        # Rows of stacked experts are not copied into buffers of a fixed size: nothing is dropped.
-        capacity=CapacityTap(fqn),
-        bias=_find_bias(root, found.fqn, num_experts),
-        extra=_find_extra(root, found.fqn),
+        bias=_find_bias(root, fqn, num_experts),
+        extra=_find_extra(root, fqn),
     )
 
 
@@ -177,18 +176,10 @@ _BIAS = re.compile(r"bias")
 _MAX_CLIMB = 2
 
 
-class Block(NamedTuple):
-    """A module that holds a router and experts."""
-
-    fqn: str
-    router: tuple[str, ...]
-    """Names of the router's parameters."""
-    buffers: tuple[str, ...]
-    """Names of the router's buffers."""
-
-
-def find_block(root: nn.Module, experts_fqn: str, num_experts: int, index: ParameterIndex) -> Block | None:
-    """Return the MoE block around a module of experts; `None` if there is no router.
+def find_block(
+    root: nn.Module, experts_fqn: str, num_experts: int, index: ParameterIndex
+) -> tuple[str, tuple[str, ...], tuple[str, ...]] | None:
+    """Return the MoE block around a module of experts, its router's parameters and buffers; `None` if there is no router.
 
     Experts often sit in a wrapper (`experts.local_experts`), so two levels are searched, but only through modules that
     are called after experts.
@@ -200,7 +191,7 @@ def find_block(root: nn.Module, experts_fqn: str, num_experts: int, index: Param
         block_fqn, _, child = child_fqn.rpartition(".")
         block = root.get_submodule(block_fqn)
         if router := tuple(_router_params(block, block_fqn, child, num_experts, index)):
-            return Block(block_fqn, router, find_router_buffers(block, block_fqn, num_experts, child))
+            return block_fqn, router, find_router_buffers(block, block_fqn, num_experts, child)
         if "expert" not in block_fqn.rpartition(".")[2]:
             return None
         child_fqn = block_fqn

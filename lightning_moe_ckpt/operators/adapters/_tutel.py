@@ -25,9 +25,9 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_moe_ckpt.errors import UnknownLayout
 from lightning_moe_ckpt.moe._layer import in_backward
-from lightning_moe_ckpt.operators._count_taps import ProbabilityTap, Share, TokenCounts, add_share
+from lightning_moe_ckpt.operators._count_taps import HookTap, ProbabilityTap, Share, TokenCounts, add_share
 from lightning_moe_ckpt.operators._operator import MoELayerSpec, ParamSlice
-from lightning_moe_ckpt.operators._parameters import ParameterIndex
+from lightning_moe_ckpt.operators._parameters import ParameterIndex, join
 from lightning_moe_ckpt.operators._views import AttributeCapacity, AttributeState, Capacity
 from lightning_moe_ckpt.parallel._expert_parallel import tutel_refusal
 
@@ -40,14 +40,13 @@ def describe_tutel(fqn: str, block: nn.Module, index: ParameterIndex) -> MoELaye
     rank = dist.get_rank(layer.group) if layer.world_size > 1 else 0
     num_local, num_experts = int(layer.num_local_experts), int(layer._num_global_experts)  # noqa: SLF001
     ids = tuple(range(rank * num_local, (rank + 1) * num_local))
-    prefix = f"{fqn}." if fqn else ""
-    gates = [f"{prefix}gates.{i}" for i in range(len(layer.gates))]
+    gates = [join(fqn, f"gates.{i}") for i in range(len(layer.gates))]
     return MoELayerSpec(
         fqn=fqn,
         num_experts=num_experts,
         local_expert_ids=ids,
         experts=_cut(fqn, layer, index, ids, num_experts),
-        router=tuple(index.under(f"{prefix}gates")),
+        router=tuple(index.under(join(fqn, "gates"))),
         top_k=int(layer.gates[0].top_k) if len(gates) == 1 else None,
         holders="expert_data" if num_local < num_experts else "stage",
         count=TutelTap(fqn),
@@ -63,7 +62,7 @@ def describe_tutel(fqn: str, block: nn.Module, index: ParameterIndex) -> MoELaye
 
 
 @dataclass(frozen=True)
-class TutelTap:
+class TutelTap(HookTap):
     """Sum of one share of a layer's dispatched tokens.
 
     `dispatch_count` is the demand of this rank's tokens, before dropping. With prioritised routing it is wrong, so the choices are
@@ -100,9 +99,6 @@ class TutelTap:
             layer.register_forward_hook(after),
         ]
 
-    def drain(self, module: nn.Module, counts: TokenCounts) -> None:
-        """Nothing: the hooks have counted."""
-
 
 def tutel_slots(block: Any, factors: Capacity) -> Callable[[int], int] | None:
     """Return a function from this rank's tokens to an expert's slots, for a layer like Tutel's; `None` for another
@@ -137,7 +133,7 @@ def _cut(
     fqn: str, layer: Any, index: ParameterIndex, ids: Sequence[int], num_experts: int
 ) -> dict[int, tuple[ParamSlice, ...]]:
     """Return each expert's slices: rows of stacks, intervals of flat tensors, or listed modules. Raises `UnknownLayout`."""
-    prefix = f"{fqn}.experts" if fqn else "experts"
+    prefix = join(fqn, "experts")
     modules = _numbered(layer.experts, len(ids))
     slices: dict[int, list[ParamSlice]] = {expert: [] for expert in ids}
     for name, param in index.under(prefix).items():

@@ -1,4 +1,6 @@
-"""Popularity of experts over a run's history, and when it changes the order of capture, whatever a process's timing.
+"""What follows steps: popularity of experts, which changes the order of capture, and checks in an incarnation's first steps.
+
+Popularity is of a run's history, whatever a process's timing.
 
 Each rank measures its own tokens, step by step, and holds the result at every multiple of `reorder_every_n_steps` until
 the next window boundary sends it to the other ranks. All measures are linear, so sums over ranks are taken there and
@@ -9,12 +11,16 @@ At the boundary each rank compares the sum with the newest plan's popularity. If
 made on its own thread and holds from the next window on, however long planning takes: so a killed and resumed run
 follows the same sequence of plans, though its windows start at other steps.
 
+The first steps show whether tokens are counted right, and in which precision parameters are consumed. Popularity only orders
+experts, and a run is exact in any order. If counts decide which experts a restart may lose, training does not go on without
+right counts.
+
 Source: MoEvement (2026), Sec. 3.5, Appendix B.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,9 +30,9 @@ from typing_extensions import override
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange
-from lightning_moe_ckpt.errors import ConfigurationError
+from lightning_moe_ckpt.errors import ConfigurationError, WrongCounts
 from lightning_moe_ckpt.journal import Arrival, Arrivals
-from lightning_moe_ckpt.operators import LoadCounter, OperatorSet
+from lightning_moe_ckpt.operators import ComputeDtypeProbe, CountProbe, LoadCounter, OperatorSet
 from lightning_moe_ckpt.policies import Popularity, decayed_popularity, popularity_per_capacity, should_reorder
 
 log = rank_logger(__name__)
@@ -88,7 +94,7 @@ class CaptureOrder(StepFollower):
         return None
 
     def restore(self, state: Mapping[str, Any], in_force: Sequence[float] | None) -> list[float] | None:
-        """Go on from a state; return the popularity of a newer plan, if one was under way."""
+        """Go on from a boundary's entry, with the popularity of the adopted plan, if any; return that of a newer plan, if one was under way."""
         return None
 
 
@@ -192,9 +198,6 @@ class PopularityMeter(CaptureOrder):
 
     @override
     def restore(self, state: Mapping[str, Any], in_force: Sequence[float] | None) -> list[float] | None:
-        """Go on from the entry of the boundary that this incarnation starts from, with the popularity of the adopted
-        plan, if any. Return the popularity of a newer plan, if one was under way.
-        """
         if not self.restore_measure(state):
             log.info("popularity is measured otherwise than by the run before: it starts anew")
             return None
@@ -265,3 +268,107 @@ def _require(counter: LoadCounter, wanted: str, what: str, instead: str, field: 
             f"`Popularity({wanted})`: {what} cannot be seen in {layers}. "
             f"Use `{instead}`, or `register_adapter` with a `MoELayerSpec({field}=...)` that says where they are."
         )
+
+
+class CountProof(StepFollower):
+    """Check over whole optimizer steps until every layer's counts are judged. All ranks call it in the same steps.
+
+    Wrong counts end the fit if counts are `required`; else `distrust` is called with the layers that have them.
+
+    Raises `WrongCounts` if counts are required, and a layer has none.
+    """
+
+    def __init__(
+        self,
+        operators: OperatorSet,
+        module: nn.Module,
+        exchange: Exchange,
+        *,
+        required: bool,
+        distrust: Callable[[Collection[str]], object],
+    ) -> None:
+        uncounted = [layer.fqn or "root" for layer in operators.layers if layer.count is None]
+        if required and uncounted:
+            raise WrongCounts(
+                f"Nothing counts the tokens of {uncounted}, and what may be lost is decided by them. Describe the layers with "
+                "`register_adapter` and a `MoELayerSpec(count=...)`."
+            )
+        self._probe = CountProbe(operators, module)
+        self._exchange, self._required = exchange, required
+        self._distrust, self._watching = distrust, False
+        self.is_over = self._probe.done
+
+    @override
+    def batch_begins(self, *, replaying: bool, planned: bool, last_step: int | None) -> None:
+        if not (replaying or self._watching or self.is_over):
+            self._watching = True
+            self._probe.install()
+
+    @override
+    def before_step(self) -> None:
+        """Judge the counts, when gradients are whole and before the optimizer steps. Collective while watching. Raises
+        `WrongCounts`, on every rank, if counts are required and wrong on any rank.
+        """
+        if not self._watching or self.is_over:
+            return
+        failures = self._probe.check(lambda vector: sum_in_order(self._exchange.gather_tensor(vector)))
+        if self._required:
+            with self._exchange.raise_together(WrongCounts):
+                if failures:
+                    raise WrongCounts(" ".join(map(str, failures)))
+        for failure in failures:
+            log.warning("%s Until then its experts keep their order; what is restored is exact all the same.", failure)
+        if failures:
+            self._distrust([failure.layer for failure in failures])
+        self.is_over = self._probe.done
+
+    @override
+    def remove(self) -> None:
+        self._probe.remove()
+
+
+class ConsumedPrecision(StepFollower):
+    """Precision in which parameters are consumed; this one is known, else their own, and there is nothing to wait for."""
+
+    is_watched = False
+    """Whether the first plan waits for what forward and backward show."""
+
+    def __init__(self, known: dict[str, torch.dtype] | None = None) -> None:
+        self._known = known or {}
+
+    def agreed(self, names: Sequence[str], exchange: Exchange) -> dict[str, torch.dtype]:
+        """Return the low precision of the named parameters that every rank may store in it. Collective."""
+        return self._known
+
+
+class PrecisionProof(ConsumedPrecision):
+    """Watch forward and backward of the first iterations for parameters that are consumed in low precision only."""
+
+    is_watched = True
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._probe = ComputeDtypeProbe(module, dtype)
+        self._entered = False
+
+    @override
+    def batch_begins(self, *, replaying: bool, planned: bool, last_step: int | None) -> None:
+        if not planned and not self._entered:
+            self._probe.__enter__()
+            self._entered = True
+
+    @override
+    def before_step(self) -> None:
+        if self._entered:
+            self._entered = False
+            self._probe.__exit__(None, None, None)
+
+    @override
+    def remove(self) -> None:
+        self.before_step()
+
+    @override
+    def agreed(self, names: Sequence[str], exchange: Exchange) -> dict[str, torch.dtype]:
+        verdict = self._probe.verdict()
+        rows = exchange.gather([int(verdict.get(name) == self._dtype) for name in names])
+        return {name: self._dtype for i, name in enumerate(names) if all(row[i] for row in rows)}
