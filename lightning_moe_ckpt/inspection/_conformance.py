@@ -87,11 +87,8 @@ _MEANINGS: dict[FencingVerdict, str] = {
 def examine_url(
     url: str, *, storage_options: StorageOptions | None = None, progress: Callable[[str], None] = lambda _: None
 ) -> Conformance:
-    """Run all checks under `url`, whose run is not changed; takes some seconds, or a minute if requests are slow.
-
-    Raises:
-        ConfigurationError: the URL cannot be opened.
-        StorageError: nothing can be written there.
+    """Run all checks under `url`, whose run is not changed; takes some seconds, or a minute if requests are slow. Raises
+    `ConfigurationError` if the URL cannot be opened, `StorageError` if nothing can be written there.
     """
     raw = open_without_retries(url, storage_options=storage_options)
     with contextlib.closing(Retrying(raw, patience=_PATIENCE)) as backend:

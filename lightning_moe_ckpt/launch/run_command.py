@@ -180,11 +180,8 @@ def _supervisor(arguments: list[str], options: SupervisorOptions, *, limited: bo
     )
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
     # Versions of torch differ in what a specification has besides.
-    shared: dict[str, Any] = {
-        field.name: getattr(config, field.name)
-        for field in dataclasses.fields(WorkerSpec)
-        if hasattr(config, field.name)
-    }
+    names = [field.name for field in dataclasses.fields(WorkerSpec) if hasattr(config, field.name)]
+    shared: dict[str, Any] = {name: getattr(config, name) for name in names}
     static = config.rdzv_endpoint.rpartition(":") if config.rdzv_backend == "static" else (None, None, None)
     spec = WorkerSpec(
         **shared

@@ -307,9 +307,8 @@ def _check_direction(engine: CopyEngine, where: str, source: Memory, target: Mem
     ticket.wait(PATIENCE)
     wrong = (target_U8.cpu() != expected_U8).nonzero()
     if wrong.numel():
-        raise CheckFailed(
-            f"{wrong.numel()} of {CHECKED_NBYTES} bytes copied {where} differ, the first in {_form_at(int(wrong[0]))}"
-        )
+        form = [form for start, form in _starts("dst") if start <= int(wrong[0])][-1]
+        raise CheckFailed(f"{wrong.numel()} of {CHECKED_NBYTES} bytes copied {where} differ, the first in {form}")
     if float(counted) != 7:
         raise CheckFailed(f"a number on the host arrived as {float(counted)}; it was 7 until after the fence")
 
@@ -329,10 +328,6 @@ def _starts(side: Literal["src", "dst"]) -> Iterator[tuple[int, _Form]]:
         at += -at % itemsize
         yield at, form
         at += form.numel * itemsize
-
-
-def _form_at(byte: int) -> str:
-    return str([form for start, form in _starts("dst") if start <= byte][-1])
 
 
 def _values(seed: int, numel: int, dtype: torch.dtype) -> Tensor:

@@ -121,7 +121,7 @@ class CompiledEngine(CopyEngine):
     @override
     def submit(self, copies: Sequence[Copy] | CopyList) -> Ticket:
         try:
-            self._newest = self._submit(copies if isinstance(copies, PlannedCopies) else self._check(_pairs(copies)))
+            self._newest = self._submit(copies if isinstance(copies, PlannedCopies) else self._check(copies))
         except (ValueError, RuntimeError) as error:
             return FailedTicket(len(copies), error)
         return self._newest
@@ -160,9 +160,9 @@ class CompiledEngine(CopyEngine):
         """Return the current stream, where there are streams."""
         return ()
 
-    def _check(self, copies: Sequence[Copy]) -> PlannedCopies:
+    @abstractmethod
+    def _check(self, copies: Sequence[Copy] | CopyList) -> PlannedCopies:
         """Check a list that is used once."""
-        return self.prepare(copies)
 
     @abstractmethod
     def _submit(self, copies: Job) -> Ticket:
@@ -171,10 +171,6 @@ class CompiledEngine(CopyEngine):
     @abstractmethod
     def _running_worker(self) -> Worker:
         """Return this process's thread, started if necessary."""
-
-
-def _pairs(copies: Sequence[Copy] | CopyList) -> Sequence[Copy]:
-    return list(copies.pairs()) if isinstance(copies, CopyList) else copies
 
 
 class CompiledTicket(Ticket):
@@ -213,7 +209,8 @@ class CompiledTicket(Ticket):
             self._ask(limit_us)
         if self._copies is not None:
             raise TimeoutError(f"A snapshot of {self.num_copies} slices is not done after {limit_us / 1e6} s.")
-        self._raise_failure()
+        if self._error is not None:
+            raise copy_failed(self.num_copies, self._error) from self._error
 
     def release_sources(self) -> None:
         """Release the sources before they are read; the caller ensures that later writes to their memory come after."""
@@ -227,10 +224,6 @@ class CompiledTicket(Ticket):
                 self._copies = None
         except NativeError as error:
             self._error, self._copies = error, None
-
-    def _raise_failure(self) -> None:
-        if self._error is not None:
-            raise copy_failed(self.num_copies, self._error) from self._error
 
 
 class FailedTicket(Ticket):
