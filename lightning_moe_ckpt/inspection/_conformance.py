@@ -120,7 +120,10 @@ class _Place:
 
     def remove_stale(self) -> None:
         """Remove a killed examination's objects; a current examination's objects are younger."""
-        self._remove([entry.key for entry in self.backend.list(PREFIX) if _age(entry.key) > _STALE_SECONDS])
+        keys = [entry.key for entry in self.backend.list(PREFIX)]
+        began = {key: key.removeprefix(PREFIX).partition("-")[0] for key in keys}
+        latest = time.time() - _STALE_SECONDS
+        self._remove([key for key, second in began.items() if second.isdigit() and int(second) < latest])
 
     def clean_up(self) -> None:
         self.backend.sweep(self.prefix)
@@ -129,11 +132,6 @@ class _Place:
     def _remove(self, keys: Sequence[str]) -> None:
         with ThreadPoolExecutor(_RACERS) as pool:
             list(pool.map(self.backend.delete, keys))
-
-
-def _age(key: str) -> float:
-    second = key.removeprefix(PREFIX).partition("-")[0]
-    return time.time() - int(second) if second.isdigit() else 0.0
 
 
 Tried = tuple[Observation, str]

@@ -87,8 +87,9 @@ def write_folder(
     sizes = {name: stored[names[name]].nbytes for name in names}
     shards = plan_shards(sizes, max_shard_nbytes)
     # `from_pretrained` could take weights of an earlier export for part of this one.
-    for stale in (CONFIG, "model.safetensors", _INDEX, *out.glob("model-[0-9]*-of-[0-9]*.safetensors")):
-        (out / stale).unlink(missing_ok=True)
+    named = (out / name for name in (CONFIG, "model.safetensors", _INDEX))
+    for stale in (*named, *out.glob("model-[0-9]*-of-[0-9]*.safetensors")):
+        stale.unlink(missing_ok=True)
     for file, inside in shards.items():
         save_safetensors(out / file, {name: tensors.read(names[name]) for name in inside}, {"format": "pt"})
     texts = dict(_documents(model, [stored[each] for each in names.values()]))

@@ -325,9 +325,6 @@ class _Decoder:
         leaf = LEAF_READERS.get(tag)
         return leaf(args) if leaf is not None else _READERS[tag](self, args)
 
-    def values(self, nodes: list[Leaf]) -> Iterator[Any]:
-        return map(self.value, nodes)
-
     def pairs(self, nodes: list[Leaf]) -> Iterator[tuple[Any, Any]]:
         return ((self.value(key), self.value(item)) for key, item in nodes)
 
@@ -502,10 +499,10 @@ _WRITERS: dict[type, Callable[[_Encoder, Any], str]] = {
     _NATIVE_PATH: lambda encoder, value: _tagged("p", [encoder.node(str(value))]),
 }
 _READERS: dict[str, Callable[[_Decoder, list[Leaf]], Any]] = {
-    "l": lambda decoder, args: list(decoder.values(args)),
-    "t": lambda decoder, args: tuple(decoder.values(args)),
-    "e": lambda decoder, args: set(decoder.values(args)),
-    "z": lambda decoder, args: frozenset(decoder.values(args)),
+    "l": lambda decoder, args: list(map(decoder.value, args)),
+    "t": lambda decoder, args: tuple(map(decoder.value, args)),
+    "e": lambda decoder, args: set(map(decoder.value, args)),
+    "z": lambda decoder, args: frozenset(map(decoder.value, args)),
     "d": lambda decoder, args: dict(decoder.pairs(args)),
     "o": lambda decoder, args: OrderedDict(decoder.pairs(args)),
     "c": lambda decoder, args: Counter(dict(decoder.pairs(args))),

@@ -43,6 +43,7 @@ from lightning_moe_ckpt.native._library import Library, NativeError, cpu, status
 log = rank_logger(__name__)
 
 _REPEATS = 5
+_warn_once = functools.cache(log.warning)
 
 
 def create_engine(device: torch.device) -> CopyEngine:
@@ -139,11 +140,6 @@ def _compiled_cuda_engine(device: torch.device) -> CopyEngine | None:
         log.warning("the compiled engine cannot use %s, snapshots go through torch: %s", device, error)
         return None
     return engine
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    log.warning(message)
 
 
 def _library_for(tensor: Tensor) -> Library | None:

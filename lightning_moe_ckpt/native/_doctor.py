@@ -49,27 +49,26 @@ _Finding = tuple[PartState, str] | tuple[PartState, str, str]
 
 def examine() -> list[Examined]:
     """Examine everything; takes well under a second."""
-    found = [*_parts(), *_devices(), *((name, look()) for name, look in _LOOKS.items())]
-    return [Examined(name, *finding) for name, finding in found]
+    return [*_parts(), *_devices(), *(Examined(name, *look()) for name, look in _LOOKS.items())]
 
 
-def _parts() -> Iterator[tuple[str, _Finding]]:
+def _parts() -> Iterator[Examined]:
     rebuild = "install again with a compiler at hand; `pip install -v` shows what it says"
     for part in explain():
         name = f"compiled {part.part.upper()} part"
         if part.active:
-            yield name, ("good", part.reason)
+            yield Examined(name, "good", part.reason)
             continue
         useless = "MOE_CKPT_NATIVE=0" in part.reason or (part.part == "cuda" and not torch.cuda.is_available())
-        yield name, ("absent", f"not in use, torch does its work: {part.reason}", "" if useless else rebuild)
+        yield Examined(name, "absent", f"not in use, torch does its work: {part.reason}", "" if useless else rebuild)
 
 
-def _devices() -> Iterator[tuple[str, _Finding]]:
-    """Yield a finding per device on the CUDA part; none if the part is not in use."""
-    if (library := cuda()) is not None:
-        for index in range(torch.cuda.device_count()):
-            device = torch.device("cuda", index)
-            yield f"CUDA part on {device}", _device(library, device)
+def _devices() -> list[Examined]:
+    """Return a finding per device on the CUDA part; none if the part is not in use."""
+    if (library := cuda()) is None:
+        return []
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return [Examined(f"CUDA part on {device}", *_device(library, device)) for device in devices]
 
 
 def _device(library: Library, device: torch.device) -> _Finding:

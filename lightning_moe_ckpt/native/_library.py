@@ -100,7 +100,7 @@ class _Missing(Exception):
 def _load(part: LibraryPart) -> Library:
     if os.environ.get("MOE_CKPT_NATIVE") == "0":
         raise _Missing("switched off by MOE_CKPT_NATIVE=0")
-    path = _folder() / f"libmoe_ckpt_{part}.so"
+    path = Path(os.environ.get("MOE_CKPT_NATIVE_PATH") or Path(__file__).parent) / f"libmoe_ckpt_{part}.so"
     if not path.exists():
         told = cpu() if part == "cuda" else None  # the CPU part has the build's note on the CUDA part
         note = f": {told.moe_cpu_build_note().decode()}" if told is not None else ""
@@ -111,10 +111,6 @@ def _load(part: LibraryPart) -> Library:
         raise _Missing(f"{path} cannot be loaded: {error}", unexpected=True) from error
     _expect_current(path, handle, part, _prototypes.CPU if part == "cpu" else _prototypes.CUDA)
     return Library(handle, part)
-
-
-def _folder() -> Path:
-    return Path(os.environ.get("MOE_CKPT_NATIVE_PATH") or Path(__file__).parent)
 
 
 def _expect_current(path: Path, handle: ctypes.CDLL, part: LibraryPart, prototypes: Mapping[str, Prototype]) -> None:

@@ -31,7 +31,7 @@ from lightning_moe_ckpt.native._engine import (
     copy_failed,
 )
 from lightning_moe_ckpt.native._library import Library, NativeError
-from lightning_moe_ckpt.native._plan import Job, PlannedCopies, PlannedTable
+from lightning_moe_ckpt.native._plan import BlockCopies, Job, PlannedCopies, PlannedTable
 from lightning_moe_ckpt.native._prototypes import GateCounts
 
 log = rank_logger(__name__)
@@ -131,7 +131,7 @@ class CompiledEngine(CopyEngine):
         if not isinstance(prepared, PlannedTable) or prepared.plan is None:
             return super().submit_table(prepared, block_U8)
         try:
-            self._newest = self._submit(prepared.into(block_U8))
+            self._newest = self._submit(BlockCopies(prepared, block_U8))
         except (ValueError, RuntimeError) as error:
             return FailedTicket(len(prepared.table), error)
         return self._newest

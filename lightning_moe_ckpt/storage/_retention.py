@@ -48,9 +48,8 @@ class Retention:
             raise ConfigurationError(f"`Retention(dense={self.dense!r})` must be 0 or more generations.")
         for name, what in (("last", "generations, of which one is resumed from"), ("every_n_steps", "steps")):
             value = getattr(self, name)
-            if (value is None and name != "last") or (_is_int(value) and value >= 1):
-                continue
-            raise ConfigurationError(f"`Retention({name}={value!r})` must be 1 or more {what}.")
+            if not ((value is None and name != "last") or (_is_int(value) and value >= 1)):
+                raise ConfigurationError(f"`Retention({name}={value!r})` must be 1 or more {what}.")
         days = self.days
         if days is not None and not (
             isinstance(days, int | float) and not isinstance(days, bool) and 0 < days < math.inf

@@ -108,8 +108,11 @@ class RunView:
         judged = [self._with_needs(stored, defects) for stored in found.values()]
         usable = [each.commit for each in judged if each.commit is not None and each.usable]
         lent = spare_for(usable) | needed_by(usable)
-        only_lent = {g: by for g, by in lent.items() if g in found and found[g].dead is None}
-        return [_explained(each, only_lent.get(each.generation)) for each in judged]
+        only_lent = {g: f"only there for {by}" for g, by in lent.items() if g in found and found[g].dead is None}
+        return [
+            replace(each, dead=f"{why}; {each.dead}") if each.dead and (why := only_lent.get(each.generation)) else each
+            for each in judged
+        ]
 
     def events(self, known: Mapping[int, LogEvent] | None = None) -> dict[int, LogEvent]:
         """Return the log's newest thousand events by their entry's index, oldest first; unreadable entries are left out.
@@ -180,10 +183,3 @@ class RunView:
         if lack is None or (lack.is_loss and stored.commit.spares):  # spares may suffice
             return stored
         return replace(stored, damage=lack.reason) if lack.is_loss else replace(stored, dead=lack.reason)
-
-
-def _explained(stored: StoredGeneration, needed_by: GenerationId | None) -> StoredGeneration:
-    """Return `stored`, with the reason in `dead` if the generation only stays because another needs it."""
-    if needed_by is None or stored.dead is None:
-        return stored
-    return replace(stored, dead=f"only there for {needed_by}; {stored.dead}")
