@@ -138,7 +138,8 @@ class RunStore:
     @property
     def nonce(self) -> str:
         """Random name of this incarnation; empty before `open_incarnation`, and on ranks that joined."""
-        return "" if self.incarnation is None else self._coordinator().history.nonce
+        known = self._coordination
+        return "" if known is None or known.incarnation is None else known.history.nonce
 
     @property
     def lineage(self) -> Lineage | None:
