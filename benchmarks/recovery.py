@@ -68,7 +68,7 @@ from lightning_moe_ckpt.callbacks import (
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.snapshot._shards import as_memoryview
 from lightning_moe_ckpt.storage import GenerationId, SegmentLayout, digest_of
-from lightning_moe_ckpt.storage._scrub import expect_places
+from lightning_moe_ckpt.storage._catalog import expect_places
 from lightning_moe_ckpt.testing import Attempt, AttemptFailed, AttemptResult, Kill, run_attempts
 from lightning_moe_ckpt.testing._attempts import attempt_path
 from lightning_moe_ckpt.testing._records import JsonLines, read_lines

@@ -120,7 +120,8 @@ class Machine:
             date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             system=platform.platform(terse=True),
             cpu=_cpu_name(),
-            num_cores=_num_cores(),
+            # macOS cannot restrict a process to some cores.
+            num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
             load=round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else -1.0,
             memory_nbytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             large_pages="glibc.malloc.hugetlb=1" in os.environ.get("GLIBC_TUNABLES", ""),
@@ -153,11 +154,6 @@ def _devices() -> str:
     command = [program, "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)  # noqa: S603
     return "; ".join(done.stdout.splitlines()) if done.returncode == 0 else ""
-
-
-def _num_cores() -> int:
-    # macOS cannot restrict a process to some cores.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def module_of(name: str, place: str, *, apart: bool) -> Any:

@@ -317,11 +317,8 @@ class TurnTaker(Generic[Result]):
         self._process.join()
 
     def take(self) -> Result:
-        """Let it have one turn.
-
-        Raises:
-            CheckpointError: the work did.
-            TurnFailed: the work raised something else, ended early or was too late.
+        """Let it have one turn. Raises `CheckpointError` if the work did; `TurnFailed` if it raised something else, ended early or
+        was too late.
         """
         self.begin()
         return self.end()

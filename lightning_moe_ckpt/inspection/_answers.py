@@ -161,11 +161,8 @@ def _steps(first: int, last: int) -> str:
 
 
 def describe(view: RunView, stored: StoredGeneration) -> Row:
-    """Return all facts of one generation in manifest and markers, except single records.
-
-    Raises:
-        Corrupt: a marker is not the committed one, or the plan cannot be read.
-        KeyMissing: a marker is gone.
+    """Return all facts of one generation in manifest and markers, except single records. Raises `Corrupt` if a marker is not the
+    committed one, or the plan cannot be read, `KeyMissing` if a marker is gone.
     """
     commit = stored.commit
     assert commit is not None, "`select` chooses among those with a manifest"

@@ -315,11 +315,8 @@ def shared_element(boxes: Iterable[Bounds]) -> tuple[int, ...] | None:
 
 
 def constants_of(backend: Backend, policy: Mapping[str, object]) -> list[SegmentEntry]:
-    """Return a generation's files with constants, each with the records that its plan takes from there.
-
-    Raises:
-        Corrupt: the files' description is damaged.
-        KeyMissing: the description is gone.
+    """Return a generation's files with constants, each with the records that its plan takes from there. Raises `Corrupt` if the
+    files' description is damaged, `KeyMissing` if it is gone.
     """
     wanted = set(json.loads(str(policy["plan"])).get("constants", ())) if CONSTANTS in policy else set()
     files = read_constants(backend, policy) if wanted else ()

@@ -87,11 +87,8 @@ _MEANINGS: dict[FencingVerdict, str] = {
 def examine_url(
     url: str, *, storage_options: StorageOptions | None = None, progress: Callable[[str], None] = lambda _: None
 ) -> Conformance:
-    """Run all checks under `url`, whose run is not changed; takes some seconds, or a minute if requests are slow.
-
-    Raises:
-        ConfigurationError: the URL cannot be opened.
-        StorageError: nothing can be written there.
+    """Run all checks under `url`, whose run is not changed; takes some seconds, or a minute if requests are slow. Raises
+    `ConfigurationError` if the URL cannot be opened, `StorageError` if nothing can be written there.
     """
     raw = open_without_retries(url, storage_options=storage_options)
     with contextlib.closing(Retrying(raw, patience=_PATIENCE)) as backend:
@@ -123,7 +120,10 @@ class _Place:
 
     def remove_stale(self) -> None:
         """Remove a killed examination's objects; a current examination's objects are younger."""
-        self._remove([entry.key for entry in self.backend.list(PREFIX) if _age(entry.key) > _STALE_SECONDS])
+        keys = [entry.key for entry in self.backend.list(PREFIX)]
+        began = {key: key.removeprefix(PREFIX).partition("-")[0] for key in keys}
+        latest = time.time() - _STALE_SECONDS
+        self._remove([key for key, second in began.items() if second.isdigit() and int(second) < latest])
 
     def clean_up(self) -> None:
         self.backend.sweep(self.prefix)
@@ -132,11 +132,6 @@ class _Place:
     def _remove(self, keys: Sequence[str]) -> None:
         with ThreadPoolExecutor(_RACERS) as pool:
             list(pool.map(self.backend.delete, keys))
-
-
-def _age(key: str) -> float:
-    second = key.removeprefix(PREFIX).partition("-")[0]
-    return time.time() - int(second) if second.isdigit() else 0.0
 
 
 Tried = tuple[Observation, str]

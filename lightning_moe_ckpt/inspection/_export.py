@@ -174,7 +174,7 @@ class _Job:
         for stored in names.values():
             if stored not in whole:
                 whole[stored] = take(self.tensors.lazy(stored))
-        checkpoint = LightningCheckpoint(self.commit, self.tensors, self.module, take, by_name=by_name)
+        checkpoint = LightningCheckpoint(self.commit, self.tensors, self.module, take, by_name)
         tensors = {name: whole[stored] for name, stored in names.items()}
         content = checkpoint.content(tensors, weights_only=self.options.weights_only)
         self._count(done, len(tensors))
@@ -321,41 +321,36 @@ def _age_note(commit: Commit, tensors: Assembler) -> list[str]:
     return [f"operators older than step {commit.generation.step}: {told}"] if told else []
 
 
+@dataclass(frozen=True, slots=True)
 class LightningCheckpoint:
     """Content for a Lightning checkpoint from a generation's stored tensors, each as `take` makes it of the stored one.
 
     The optimizer's state has parameters by number, as in a `.ckpt`, or `by_name`, as torch DCP has them.
     """
 
-    def __init__(
-        self,
-        commit: Commit,
-        stored: Assembler,
-        module: ModuleEntry,
-        take: Callable[[LazyTensor], Tensor],
-        *,
-        by_name: bool,
-    ) -> None:
-        self._commit, self._stored, self._module = commit, stored, module
-        self._take, self._by_name = take, by_name
-        self.notes: list[str] = []
-        """Remarks on the result for the user."""
+    commit: Commit
+    stored: Assembler
+    module: ModuleEntry
+    take: Callable[[LazyTensor], Tensor]
+    by_name: bool
+    notes: list[str] = field(default_factory=list)
+    """Remarks on the result for the user."""
 
     def content(self, tensors: Mapping[str, Tensor], *, weights_only: bool) -> dict[str, Any]:
         """Return the content of Lightning's own checkpoint with this `state_dict`.
 
         With `weights_only`, without optimizer, schedulers and callbacks, which only training needs.
         """
-        extra, start = self._extra(), decode_journal(self._stored.journal()).get("start", {})
+        extra, start = self._extra(), decode_journal(self.stored.journal()).get("start", {})
         if IMPORTED in start:
             return self._imported(start[IMPORTED], tensors, weights_only=weights_only)
         content = {
             **self._plain("on_save_checkpoint", start.get("module") or {}),
             **self._hyper_parameters(extra),
             **self._datamodule(extra, start),
-            **({VERSIONS: self._stored.older} if self._stored.older else {}),
+            **({VERSIONS: self.stored.older} if self.stored.older else {}),
             "epoch": start["loops"]["epoch_progress"]["current"]["processed"] if start else 0,
-            "global_step": self._commit.generation.step,
+            "global_step": self.commit.generation.step,
             "pytorch-lightning_version": importlib.metadata.version("lightning"),
             "state_dict": OrderedDict(tensors),
         }
@@ -375,7 +370,7 @@ class LightningCheckpoint:
     ) -> dict[str, Any]:
         """Return the content that was imported; without a loop's progress it is for weights only."""
         first = {"epoch": 0, "pytorch-lightning_version": importlib.metadata.version("lightning")}
-        last = {"global_step": self._commit.generation.step, "state_dict": OrderedDict(tensors)}
+        last = {"global_step": self.commit.generation.step, "state_dict": OrderedDict(tensors)}
         whole = {**first, **entries, **last}
         for optimizer in entries.get("optimizer_states", ()):
             settings = [{key: group[key] for key in group if key != "params"} for group in optimizer["param_groups"]]
@@ -395,17 +390,17 @@ class LightningCheckpoint:
     def _optimizer(self, start: Mapping[str, Any]) -> dict[str, Any]:
         """Return the optimizer's `state_dict`: parameters in its groups' order. Raises `Corrupt` if these do not fit."""
         groups: list[dict[str, Any]] = start["param_groups"]
-        ordered = [*self._module.param_groups, *start["trained"]["added"]]
+        ordered = [*self.module.param_groups, *start["trained"]["added"]]
         flat = [name for names in ordered for name in names]
-        numbers: dict[str, Any] = dict(zip(flat, flat if self._by_name else itertools.count(), strict=False))
+        numbers: dict[str, Any] = dict(zip(flat, flat if self.by_name else itertools.count(), strict=False))
         state: dict[Any, dict[str, Any]] = {}
-        for name, tensor in self._stored.optimizer().items():
+        for name, tensor in self.stored.optimizer().items():
             parameter, _, key = name.rpartition("/")
             if parameter not in numbers:
                 raise Corrupt(
                     f"`{parameter}` has optimizer state and is in no group of parameters. Verify the generation."
                 )
-            state.setdefault(numbers[parameter], {})[key] = self._take(tensor)
+            state.setdefault(numbers[parameter], {})[key] = self.take(tensor)
         self._add_rest(state, numbers, start.get("optimizer") or {})
         if len(groups) != len(ordered):
             raise Corrupt(
@@ -424,7 +419,7 @@ class LightningCheckpoint:
             found = state.get(numbers[name], {})
             whole = {key: found.get(key) if value is ... else value for key, value in values.items()}
             state[numbers[name]] = self._plain(f"the optimizer's state of `{name}`", whole)
-        if rest and self._commit.policy.get("expert_parallel") != 1:
+        if rest and self.commit.policy.get("expert_parallel") != 1:
             self.notes.append(
                 "of the optimizer's state beyond records, rank 0's is there; other ranks' experts have theirs in the run"
             )
@@ -447,7 +442,7 @@ class LightningCheckpoint:
         return {extra["datamodule"]: self._plain("the data module", state)} if state and "datamodule" in extra else {}
 
     def _extra(self) -> dict[str, Any]:
-        extra = read_extra(self._module)
+        extra = read_extra(self.module)
         if extra["left_out"]:
             self.notes.append(f"left out, because it was no plain value: {', '.join(extra['left_out'])}")
         return extra

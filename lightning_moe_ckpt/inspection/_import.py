@@ -67,11 +67,8 @@ _PATIENCE = timedelta(minutes=1)
 def import_run(backend: Backend, src: Path, *, weights_only: bool, prefix: str, part_nbytes: int) -> Row:
     """Write another tool's checkpoint to an empty place, as a generation at its step; return the facts for the user.
 
-    For `weights_only` and `prefix` see `read_foreign`; a part and a tensor are in memory at a time.
-
-    Raises:
-        ConfigurationError: `src` cannot be read, or the place has checkpoints.
-        StorageError: the medium failed; what was written is no generation.
+    For `weights_only` and `prefix` see `read_foreign`; a part and a tensor are in memory at a time. Raises `ConfigurationError` if `src` cannot be
+    read, or the place has checkpoints, `StorageError` if the medium failed; what was written is no generation then.
     """
     try:
         stored = [each for each in RunView.open(backend).generations() if each.committed]

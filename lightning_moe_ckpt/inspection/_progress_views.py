@@ -239,8 +239,11 @@ def follow(view: RunView, every_seconds: float) -> int:
 
 def screen_of(found: RunProgress) -> RenderableType:
     """Return the whole screen, readable at 80 columns."""
-    starts = [_starts(found.incarnations)] if found.incarnations else []
-    return Group(_heading(found), _figures(found), _ranks(found.places), *starts)
+    starts = plain_table(*_START_TITLES, right=_START_TITLES, title="Starts")
+    for incarnation in found.incarnations[-_MOST_STARTS:]:
+        starts.add_row(*start_cells(incarnation))
+    shown = [starts] if found.incarnations else []
+    return Group(_heading(found), _figures(found), _ranks(found.places), *shown)
 
 
 def _heading(found: RunProgress) -> Text:
@@ -332,13 +335,6 @@ def _ranks(places: Sequence[NewestStep]) -> Table:
 
 def _cells(place: NewestStep | None) -> tuple[str, str]:
     return ("-", "") if place is None else (str(place.step), time_text(place.age_seconds))
-
-
-def _starts(incarnations: Sequence[Incarnation]) -> Table:
-    table = plain_table(*_START_TITLES, right=_START_TITLES, title="Starts")
-    for incarnation in incarnations[-_MOST_STARTS:]:
-        table.add_row(*start_cells(incarnation))
-    return table
 
 
 def start_cells(each: Incarnation) -> list[str]:

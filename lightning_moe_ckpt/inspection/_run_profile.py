@@ -51,10 +51,8 @@ _UNKNOWN = {
 
 
 def write_profile(view: RunView, out: Path, given: Sequence[tuple[str, object]], *, force: bool) -> Answer:
-    """Write the profile of a run, with `given` values on top, by name.
-
-    Raises:
-        ConfigurationError: the file exists, a name or value of `given` is no profile's, or a required number is missing.
+    """Write the profile of a run, with `given` values on top, by name. Raises `ConfigurationError` if the file exists, a name or value of
+    `given` is no profile's, or a required number is missing.
     """
     if out.exists() and not force:
         raise ConfigurationError(f"{out} exists. Give another name, or --force to replace it.")

@@ -18,6 +18,7 @@ import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -108,8 +109,12 @@ def leftovers(directory: Path, pattern: str = "*") -> list[Leftover]:
 
 def _look(name: str, paths: Sequence[Path], holders: _Holders) -> Leftover | None:
     everything = [path for each in paths for path in (each, *(each.rglob("*") if each.is_dir() else ()))]
-    if not (statuses := [status for path in everything if (status := _status(path)) is not None]):
-        return None  # removed meanwhile
+    statuses = list[os.stat_result]()
+    for path in everything:
+        with suppress(FileNotFoundError):  # removed meanwhile
+            statuses.append(path.lstat())
+    if not statuses:
+        return None
     match = _NAME.fullmatch(name)
     memory = paths[0].with_name(name)
     steps = [int(found["step"]) for path in paths if (found := _NAME.fullmatch(path.name)) and found["step"]]
@@ -139,13 +144,6 @@ def _why_kept(uid: int, held: Sequence[int], what: str, age: float) -> str:
     if what == "folder" and age < _SETTLED_SECONDS:
         return "perhaps a benchmark"
     return ""
-
-
-def _status(path: Path) -> os.stat_result | None:
-    try:
-        return path.lstat()
-    except FileNotFoundError:
-        return None
 
 
 def _user(uid: int) -> str:

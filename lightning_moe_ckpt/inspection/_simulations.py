@@ -79,9 +79,8 @@ def simulation_answer(
     *, path: Path, mtbf: float | None, trace: Path | None, scope: Scope | None, chosen: Sequence[str], hours: float, seeds: int, plot: Path | None
 ) -> Answer:  # fmt: skip
     """Return every chosen system's goodput, as simulated from several seeds and in closed form; also drawn if `plot` names a file.
-
-    Raises:
-        ConfigurationError: the profile, the trace or a system is none, options contradict each other, or failures are closer than a step.
+    Raises `ConfigurationError` if the profile, the trace or a system is none, options contradict each other, or failures are closer than a
+    step.
     """
     if not 0 < hours < math.inf:
         raise ConfigurationError(f"`--hours {hours:g}` must be above 0, and finite.")

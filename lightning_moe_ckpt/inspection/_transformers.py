@@ -79,19 +79,17 @@ def write_folder(
     out: Path, model: HuggingFaceEntry, names: Mapping[str, str], tensors: Assembler | Adapter, *, max_shard_nbytes: int
 ) -> list[Path]:
     """Write weights, their index if there are several files, and configurations to an existing folder, one file's tensors at a
-    time.
+    time. Return the files; the configuration comes last: a folder with a configuration is complete.
 
     `names` are those of `model_names`.
-
-    Returns:
-        The files. The configuration comes last: a folder with a configuration is complete.
     """
     stored = tensors.stored
     sizes = {name: stored[names[name]].nbytes for name in names}
     shards = plan_shards(sizes, max_shard_nbytes)
-    (out / CONFIG).unlink(missing_ok=True)
-    for stale in _weights(out):
-        stale.unlink()
+    # `from_pretrained` could take weights of an earlier export for part of this one.
+    named = (out / name for name in (CONFIG, "model.safetensors", _INDEX))
+    for stale in (*named, *out.glob("model-[0-9]*-of-[0-9]*.safetensors")):
+        stale.unlink(missing_ok=True)
     for file, inside in shards.items():
         save_safetensors(out / file, {name: tensors.read(names[name]) for name in inside}, {"format": "pt"})
     texts = dict(_documents(model, [stored[each] for each in names.values()]))
@@ -102,12 +100,6 @@ def write_folder(
     for file, text in texts.items():
         write_whole(out / file, partial(write_text, text))
     return [out / file for file in (*shards, *texts)]
-
-
-def _weights(out: Path) -> Iterator[Path]:
-    """Yield weight files of an earlier export, which `from_pretrained` could take for part of this one."""
-    yield from (path for path in (out / "model.safetensors", out / _INDEX) if path.exists())
-    yield from out.glob("model-[0-9]*-of-[0-9]*.safetensors")
 
 
 def _documents(model: HuggingFaceEntry, tensors: Sequence[StoredTensor]) -> Iterator[tuple[str, str]]:

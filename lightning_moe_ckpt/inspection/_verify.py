@@ -281,7 +281,8 @@ def disagreements(markers: Sequence[RankMarker], constants: Sequence[SegmentEntr
     pieces: dict[tuple[str, str], list[_Piece]] = defaultdict(list)
     stored = {record.fqn for file in constants for record in file.records}
     for marker in markers:
-        for record in _tensor_records(marker):
+        segments = [*marker.segments, *(entry.segment for entry in marker.referenced)]
+        for record in (record for segment in segments for record in segment.records if record.fqn):
             if record.kind == BUFFER:
                 stored.add(record.fqn)
             elif record.state_key != PACKED:  # as many bytes as its part needs
@@ -293,11 +294,6 @@ def disagreements(markers: Sequence[RankMarker], constants: Sequence[SegmentEntr
     numels = {(fqn, key): prod(shape) for (_, fqn, key), each in found.items() for _, shape in each}
     gaps = chain.from_iterable(_gaps(*name, piece, numels[name]) for name, piece in pieces.items())
     return [*_few(_unequal(found)), *_few(gaps), *_few(_not_stored(markers[0], stored))]
-
-
-def _tensor_records(marker: RankMarker) -> Iterator[RecordEntry]:
-    segments = [*marker.segments, *(entry.segment for entry in marker.referenced)]
-    return (record for segment in segments for record in segment.records if record.fqn)
 
 
 def _unequal(found: dict[_Key, set[tuple[str, tuple[int, ...]]]]) -> Iterator[str]:

@@ -3,9 +3,6 @@
 Internal: may change in any version.
 """
 
-from lightning_moe_ckpt.journal._arrivals import Arrival as Arrival
-from lightning_moe_ckpt.journal._arrivals import Arrivals as Arrivals
-from lightning_moe_ckpt.journal._arrivals import held as held
 from lightning_moe_ckpt.journal._codec import Constant as Constant
 from lightning_moe_ckpt.journal._codec import Unread as Unread
 from lightning_moe_ckpt.journal._codec import Written as Written
@@ -22,12 +19,15 @@ from lightning_moe_ckpt.journal._fixed import name_of as name_of
 from lightning_moe_ckpt.journal._fixed import read_named as read_named
 from lightning_moe_ckpt.journal._fixed import same_text as same_text
 from lightning_moe_ckpt.journal._journal import UNFIT as UNFIT
+from lightning_moe_ckpt.journal._journal import Arrival as Arrival
+from lightning_moe_ckpt.journal._journal import Arrivals as Arrivals
 from lightning_moe_ckpt.journal._journal import Journal as Journal
 from lightning_moe_ckpt.journal._journal import JournalCapacity as JournalCapacity
 from lightning_moe_ckpt.journal._journal import JournalOverflow as JournalOverflow
 from lightning_moe_ckpt.journal._journal import decode_journal as decode_journal
 from lightning_moe_ckpt.journal._journal import differs as differs
 from lightning_moe_ckpt.journal._journal import encode_journal as encode_journal
+from lightning_moe_ckpt.journal._journal import held as held
 from lightning_moe_ckpt.journal._rng import HeldGenerator as HeldGenerator
 from lightning_moe_ckpt.journal._rng import RngState as RngState
 from lightning_moe_ckpt.journal._rng import capture_rng as capture_rng

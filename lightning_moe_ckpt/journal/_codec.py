@@ -41,10 +41,11 @@ import struct
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import lru_cache
 from json.encoder import encode_basestring_ascii as _quoted
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 import torch
@@ -52,20 +53,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_moe_ckpt.errors import CodecError, Corrupt
-from lightning_moe_ckpt.journal._codec_leaves import (
-    FACTORIES,
-    LEAF_READERS,
-    LEAF_WRITERS,
-    LEAST_INT,
-    MOST_INT,
-    NUMPY_DTYPES,
-    TORCH_DTYPES,
-    TORCH_NAMES,
-    Leaf,
-    is_plain,
-    tensor_content,
-    tensor_refusal,
-)
 
 _VERSION = 1
 _LENGTHS = struct.Struct("<QQ")
@@ -77,6 +64,37 @@ _SHARED_NBYTES = 512
 _REPEATED_NBYTES, _REPEATED_FACTOR = 16 * 2**20, 16
 """Limits of repeated arrays: bytes, and multiple of the stored array bytes."""
 _NATIVE_PATH = type(Path())
+
+Leaf: TypeAlias = Any
+"""JSON value of the codec: None, bool, int, str or a list of nodes."""
+
+LEAST_INT, MOST_INT = -(2**63), 2**63 - 1
+"""Range of integers that are stored as JSON numbers."""
+
+TORCH_DTYPES = {
+    name: getattr(torch, name)
+    for name in (
+        *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
+        *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    )
+    if hasattr(torch, name)
+}
+TORCH_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+NUMPY_DTYPES = {
+    np.dtype(order + code).str: np.dtype(order + code)
+    for order in "<>"
+    for code in ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
+}
+FACTORIES: dict[str | None, type | None] = {
+    None: None,
+    **{cls.__name__: cls for cls in (bool, int, float, str, bytes, list, tuple, set, frozenset, dict)},
+}
+"""Allowed factories of a `defaultdict`, by name."""
+
+_OF_NUMPY = {torch.float32, torch.float64, torch.int64, torch.bool}
+"""The commonest types of tensors that numpy has too, complex ones apart."""
+_SMALL_NBYTES = 64
 
 
 def encode(value: object, on_host: Mapping[int, Tensor] | None = None) -> bytes:
@@ -227,9 +245,12 @@ class _Encoder:
 
     def key(self, value: Any) -> str:
         """Return the node of a dict key or set element. Tensors are refused, since they are hashed by identity."""
-        if _is_key(value):
-            return self._part("[key {!r:.80}]", value, value)
-        return self.refuse(f"{type(value).__qualname__} cannot be a key or the element of a set")
+        if not _is_key(value):
+            return self.refuse(f"{type(value).__qualname__} cannot be a key or the element of a set")
+        self._place.append(("[key {!r:.80}]", value))
+        node = self.node(value)
+        self._place.pop()
+        return node
 
     def array(self, content: memoryview | bytes) -> str:
         """Store bytes and return the end of their node."""
@@ -252,7 +273,7 @@ class _Encoder:
         return head + self.array(tensor_content(self._on_host.get(id(value), value) if self._on_host else value))
 
     def number(self, value: Unread) -> str:
-        return "null" if self._collect else self.node(self._read(value.tensor).item())
+        return "null" if self._collect else self.node(self._on_host.get(id(value.tensor), value.tensor).item())
 
     def refuse(self, reason: str) -> str:
         place = "".join(template.format(key) for template, key in self._place)
@@ -261,16 +282,6 @@ class _Encoder:
             raise CodecError(f"{line}. Keep plain values or tensors there, or leave it out of the state.")
         self.refused.append(line)
         return "null"
-
-    def _read(self, tensor: Tensor) -> Tensor:
-        """Return the tensor, or its copy on the host."""
-        return self._on_host.get(id(tensor), tensor)
-
-    def _part(self, template: str, key: object, value: Any) -> str:
-        self._place.append((template, key))
-        node = self.node(value)
-        self._place.pop()
-        return node
 
 
 class _Outline(_Encoder):
@@ -314,9 +325,6 @@ class _Decoder:
         leaf = LEAF_READERS.get(tag)
         return leaf(args) if leaf is not None else _READERS[tag](self, args)
 
-    def values(self, nodes: list[Leaf]) -> Iterator[Any]:
-        return map(self.value, nodes)
-
     def pairs(self, nodes: list[Leaf]) -> Iterator[tuple[Any, Any]]:
         return ((self.value(key), self.value(item)) for key, item in nodes)
 
@@ -337,6 +345,77 @@ class _Decoder:
         self._taken.append(taken)
         self._allowance += _REPEATED_FACTOR * nbytes
         return taken
+
+
+# -- values without parts: text of a node by exact type, value of a node by tag; one spelling each, with every bit
+
+
+def is_plain(dtype: np.dtype[Any]) -> bool:
+    """Return whether the text of a numpy dtype is unique. `longlong` has the text of `int64` and is another type."""
+    return dtype.str in NUMPY_DTYPES and NUMPY_DTYPES[dtype.str].char == dtype.char
+
+
+def tensor_refusal(value: Tensor) -> str | None:
+    """Return why a tensor cannot be stored exactly, or `None`."""
+    if value.dtype not in TORCH_NAMES:
+        return f"tensor of {value.dtype}, which is not a supported dtype"
+    if value.layout is not torch.strided or value.is_nested or value.is_meta:
+        return f"tensor that is not dense ({value.layout}, on {value.device})"
+    return "tensor that requires grad; detach it" if value.requires_grad else None
+
+
+def tensor_content(value: Tensor) -> memoryview:
+    """Return a tensor's elements in row-major order, on the host; shares its memory if possible."""
+    if value.dtype in _OF_NUMPY and value.nbytes <= _SMALL_NBYTES and value.is_cpu and not value.is_neg():
+        return memoryview(value.numpy().tobytes())  # a scalar, usually, which the calls below would take 4 us for
+    return memoryview(value.resolve_conj().resolve_neg().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().data)
+
+
+def _text_of_float(value: float) -> str:
+    # `float.hex` says "nan" for every NaN; its sign and payload are bits too.
+    return f'["n","{struct.pack(">d", value).hex()}"]' if math.isnan(value) else f'["f","{value.hex()}"]'
+
+
+def _text_of_str(value: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # JSON would join two lone surrogates into one character
+        return f'["s","{value.encode("utf-8", "surrogatepass").hex()}"]'
+    return _quoted(value)
+
+
+def _read_numpy_scalar(args: list[Leaf]) -> np.generic:
+    name, text = args
+    scalar: np.generic = np.frombuffer(bytes.fromhex(text), NUMPY_DTYPES[name])[0]
+    return scalar
+
+
+LEAF_WRITERS: dict[type, Callable[[Any], str]] = {
+    type(None): lambda value: "null",  # noqa: ARG005  # the value is None
+    bool: lambda value: "true" if value else "false",
+    int: lambda value: str(value) if LEAST_INT <= value <= MOST_INT else f'["i","{value:#x}"]',
+    float: _text_of_float,
+    str: _text_of_str,
+    bytes: lambda value: f'["b","{value.hex()}"]',
+    timedelta: lambda value: f'["td",{value.days},{value.seconds},{value.microseconds}]',
+    torch.device: lambda value: f'["dv",{_quoted(str(value))}]',
+    torch.Size: lambda value: f'["sz"{"".join(f",{item}" for item in value)}]',
+}
+LEAF_READERS: dict[str, Callable[[list[Leaf]], Any]] = {
+    "i": lambda args: int(args[0], 16),
+    "f": lambda args: float.fromhex(args[0]),
+    "n": lambda args: struct.unpack(">d", bytes.fromhex(args[0]))[0],
+    "s": lambda args: bytes.fromhex(args[0]).decode("utf-8", "surrogatepass"),
+    "b": lambda args: bytes.fromhex(args[0]),
+    "td": lambda args: timedelta(*args),
+    "dt": lambda args: TORCH_DTYPES[args[0]],
+    "dv": lambda args: torch.device(args[0]),
+    "sz": torch.Size,
+    "N": _read_numpy_scalar,
+}
+
+
+# -- all other values
 
 
 def _loads(text: str) -> Leaf:
@@ -420,10 +499,10 @@ _WRITERS: dict[type, Callable[[_Encoder, Any], str]] = {
     _NATIVE_PATH: lambda encoder, value: _tagged("p", [encoder.node(str(value))]),
 }
 _READERS: dict[str, Callable[[_Decoder, list[Leaf]], Any]] = {
-    "l": lambda decoder, args: list(decoder.values(args)),
-    "t": lambda decoder, args: tuple(decoder.values(args)),
-    "e": lambda decoder, args: set(decoder.values(args)),
-    "z": lambda decoder, args: frozenset(decoder.values(args)),
+    "l": lambda decoder, args: list(map(decoder.value, args)),
+    "t": lambda decoder, args: tuple(map(decoder.value, args)),
+    "e": lambda decoder, args: set(map(decoder.value, args)),
+    "z": lambda decoder, args: frozenset(map(decoder.value, args)),
     "d": lambda decoder, args: dict(decoder.pairs(args)),
     "o": lambda decoder, args: OrderedDict(decoder.pairs(args)),
     "c": lambda decoder, args: Counter(dict(decoder.pairs(args))),

@@ -206,7 +206,9 @@ def restore_rng(
     if "torch" in state:
         torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
-        _restore_cuda(state["cuda"], state["cuda_current"])
+        for device, each in enumerate(state["cuda"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(each, device)
+        torch.cuda.set_rng_state(state["cuda"][state["cuda_current"]], torch.cuda.current_device())
     both = ((state.get("generators", {}), generators or {}), (state.get("held", {}), held or {}))
     return [name for then, now in both for name, each in then.items() if not restore_held(now.get(name), each)]
 
@@ -232,12 +234,6 @@ def _kind(state: Any) -> object:
 
 def _python_words(version: int, words: Any, gauss: float | None) -> tuple[Any, ...]:
     return (version, tuple(words.tolist()), gauss)
-
-
-def _restore_cuda(states: list[Tensor], current: int) -> None:
-    for device, state in enumerate(states[: torch.cuda.device_count()]):
-        torch.cuda.set_rng_state(state, device)
-    torch.cuda.set_rng_state(states[current], torch.cuda.current_device())
 
 
 def retold_rng(states: Sequence[RngState | None], rank: int, world_size: int) -> tuple[RngState | None, bool]:

@@ -370,10 +370,7 @@ class SupervisingAgent(LocalElasticAgent):
         elif kind == "restart":
             self._range.gone = event.get("node", "")
             self._range.grown += bool(event.get("grows"))
-            most, rounds = (
-                self._options.max_restarts,
-                self._rounds - self._range.grown,
-            )  # all nodes count the same rounds
+            most, rounds = self._options.max_restarts, self._rounds - self._range.grown  # the same on all nodes
             if most is not None and rounds > most:
                 why = f"{event['why']}; all ranks were started {rounds} times, `--max-restarts {most}` allows no more"
                 self._end_round("over", f"{why}; the job is given up")

@@ -25,12 +25,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
-from torch.distributed import (  # type: ignore[attr-defined]  # exported at run time only
-    DistError,
-    DistStoreError,
-    PrefixStore,
-    Store,
-)
+from torch.distributed import DistError, DistStoreError, PrefixStore, Store  # type: ignore[attr-defined]  # exported at run time only
 
 from lightning_moe_ckpt.errors import ConfigurationError
 

@@ -234,25 +234,16 @@ class _Stream:
         self.reader, self.writer = os.pipe()
         self._label, self._kind, self._pending = label, kind, b""
 
-    @property
-    def path(self) -> str:
-        """Name under which torch's agent opens the pipe for a rank."""
-        return f"/dev/fd/{self.writer}"
-
     def pump(self) -> bool:
         """Write the lines that have come, and return whether more can come."""
         received = os.read(self.reader, _MOST_NBYTES)
         self._pending += received or (b"\n" if self._pending else b"")
         whole = _LINE.findall(self._pending)
         self._pending = self._pending[sum(map(len, whole)) :]
-        if whole:
-            self._write(whole)
-        return bool(received)
-
-    def _write(self, lines: list[bytes]) -> None:
-        for sink, prefix in self._label.sinks(self._kind):
-            sink.write(b"".join(prefix + line for line in lines))
+        for sink, prefix in self._label.sinks(self._kind) if whole else ():
+            sink.write(b"".join(prefix + line for line in whole))
             sink.flush()
+        return bool(received)
 
 
 OpenFiles = dict[str, tuple[BinaryIO | None, bool]]
@@ -311,7 +302,7 @@ class RankOutput(LogsSpecs):
             stream = _Stream(label, kind)
             self._given.append(stream.writer)
             self._selector.register(stream.reader, selectors.EVENT_READ, stream)
-            paths.append(stream.path)
+            paths.append(f"/dev/fd/{stream.writer}")  # which torch's agent opens for the rank
         os.write(self._wake_writer, b"!")
         return paths[0], paths[1]
 

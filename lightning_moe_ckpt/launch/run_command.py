@@ -41,6 +41,7 @@ _RESTARTS = 1_000_000
 _KEEP_ALIVE = {"keep_alive_interval": 2, "keep_alive_max_attempt": 5}
 """Seconds between two signs of life of a node, and how many may be missing; torch's own are 5 and 3."""
 
+_IMPORTING = (sys.executable, "-u", "-m", "lightning_moe_ckpt.launch._spares")
 _FAILED, _KILLED = 1, 128
 _REPEAT_SECONDS = 1.0
 """Seconds within which another signal counts as the first one."""
@@ -79,7 +80,7 @@ def run(
     """
     options = SupervisorOptions(
         spares=spares,
-        spare_command=_imports(command, module) if spare_at == "imports" else (),
+        spare_command=(*_IMPORTING, *(["-m"] if module else []), *command) if spare_at == "imports" else (),
         max_failures=FailureRate.parse(max_failures),
         recover_seconds=recover_timeout,
         hang_seconds=hang_timeout,
@@ -180,11 +181,8 @@ def _supervisor(arguments: list[str], options: SupervisorOptions, *, limited: bo
     )
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
     # Versions of torch differ in what a specification has besides.
-    shared: dict[str, Any] = {
-        field.name: getattr(config, field.name)
-        for field in dataclasses.fields(WorkerSpec)
-        if hasattr(config, field.name)
-    }
+    names = [field.name for field in dataclasses.fields(WorkerSpec) if hasattr(config, field.name)]
+    shared: dict[str, Any] = {name: getattr(config, name) for name in names}
     static = config.rdzv_endpoint.rpartition(":") if config.rdzv_backend == "static" else (None, None, None)
     spec = WorkerSpec(
         **shared
@@ -275,10 +273,6 @@ def _rendezvous(given: set[str]) -> list[str]:
     if "--node-rank" in given or "--rdzv-endpoint" not in given:
         return ["--rdzv-backend", "static", *([] if "--master-port" in given else ["--master-port", "29500"])]
     return ["--rdzv-backend", "c10d"]
-
-
-def _imports(command: Sequence[str], module: bool) -> tuple[str, ...]:
-    return sys.executable, "-u", "-m", "lightning_moe_ckpt.launch._spares", *(["-m"] if module else []), *command
 
 
 def _say(sentence: str) -> None:

@@ -43,6 +43,7 @@ from lightning_moe_ckpt.native._library import Library, NativeError, cpu, status
 log = rank_logger(__name__)
 
 _REPEATS = 5
+_warn_once = functools.cache(log.warning)
 
 
 def create_engine(device: torch.device) -> CopyEngine:
@@ -139,11 +140,6 @@ def _compiled_cuda_engine(device: torch.device) -> CopyEngine | None:
         log.warning("the compiled engine cannot use %s, snapshots go through torch: %s", device, error)
         return None
     return engine
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    log.warning(message)
 
 
 def _library_for(tensor: Tensor) -> Library | None:
@@ -307,9 +303,8 @@ def _check_direction(engine: CopyEngine, where: str, source: Memory, target: Mem
     ticket.wait(PATIENCE)
     wrong = (target_U8.cpu() != expected_U8).nonzero()
     if wrong.numel():
-        raise CheckFailed(
-            f"{wrong.numel()} of {CHECKED_NBYTES} bytes copied {where} differ, the first in {_form_at(int(wrong[0]))}"
-        )
+        form = [form for start, form in _starts("dst") if start <= int(wrong[0])][-1]
+        raise CheckFailed(f"{wrong.numel()} of {CHECKED_NBYTES} bytes copied {where} differ, the first in {form}")
     if float(counted) != 7:
         raise CheckFailed(f"a number on the host arrived as {float(counted)}; it was 7 until after the fence")
 
@@ -329,10 +324,6 @@ def _starts(side: Literal["src", "dst"]) -> Iterator[tuple[int, _Form]]:
         at += -at % itemsize
         yield at, form
         at += form.numel * itemsize
-
-
-def _form_at(byte: int) -> str:
-    return str([form for start, form in _starts("dst") if start <= byte][-1])
 
 
 def _values(seed: int, numel: int, dtype: torch.dtype) -> Tensor:

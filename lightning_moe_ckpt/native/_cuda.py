@@ -98,10 +98,12 @@ class CudaTicket(Ticket):
 
     @override
     def wait(self, timeout: timedelta | None = None) -> None:
-        if timeout is None:
-            self._arrived.synchronize()
-        else:
-            self._poll(time.monotonic() + timeout.total_seconds())
+        deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
+        while deadline is not None and not self._arrived.query():
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"A snapshot of {self._num_copies} slices did not arrive in time.")
+            time.sleep(_POLL.total_seconds())
+        self._arrived.synchronize()
         self._raise_failure()
 
     def enqueue(self, stream: torch.cuda.Stream, arrange: Callable[[], CopyList]) -> None:
@@ -127,12 +129,6 @@ class CudaTicket(Ticket):
         if self.done:
             self._sources = None
         return self._sources is None
-
-    def _poll(self, deadline: float) -> None:
-        while not self._arrived.query():
-            if time.monotonic() >= deadline:
-                raise TimeoutError(f"A snapshot of {self._num_copies} slices did not arrive in time.")
-            time.sleep(_POLL.total_seconds())
 
     def _raise_failure(self) -> None:
         if self._error is not None:
@@ -261,11 +257,11 @@ class CompiledCudaEngine(CompiledEngine):
         return self._prepare(copies, self._arrangement)
 
     @override
-    def _check(self, copies: Sequence[Copy]) -> PlannedCopies:
+    def _check(self, copies: Sequence[Copy] | CopyList) -> PlannedCopies:
         # Without packing: the host would wait until the device has the list of what to pack.
         return self._prepare(copies, replace(self._arrangement, pack_below=0))
 
-    def _prepare(self, copies: Sequence[Copy], arrangement: Arrangement) -> PlannedCopies:
+    def _prepare(self, copies: Sequence[Copy] | CopyList, arrangement: Arrangement) -> PlannedCopies:
         planned = PlannedCopies(copies)
         if (slices := slices_of(planned, self._space)) is not None and _is_for_device(slices):
             planned.keep()

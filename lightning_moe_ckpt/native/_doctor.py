@@ -10,6 +10,7 @@ import os
 import resource
 import shutil
 import subprocess
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,7 +31,7 @@ _SMALL_NBYTES = 2**30
 """Shared memory below this size is too small for the ring of a real model."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Examined:
     """Result of an examination."""
 
@@ -42,69 +43,53 @@ class Examined:
     """Remedy; empty if nothing needs to change."""
 
 
+_Finding = tuple[PartState, str] | tuple[PartState, str, str]
+"""State, what was found, and advice."""
+
+
 def examine() -> list[Examined]:
     """Examine everything; takes well under a second."""
-    return [
-        *_parts(),
-        *_devices(),
-        _compiler(),
-        _cuda_compiler(),
-        _driver(),
-        _shared_memory(),
-        _locked_memory(),
-        _huge_pages(),
-        _nodes(),
-        _mapping_ahead(),
-    ]
+    return [*_parts(), *_devices(), *(Examined(name, *look()) for name, look in _LOOKS.items())]
 
 
-def _parts() -> list[Examined]:
+def _parts() -> Iterator[Examined]:
     rebuild = "install again with a compiler at hand; `pip install -v` shows what it says"
-    advice = {"cpu": rebuild, "cuda": "" if not torch.cuda.is_available() else rebuild}
-    return [
-        Examined(
-            name=f"compiled {part.part.upper()} part",
-            state="good" if part.active else "absent",
-            found=part.reason if part.active else f"not in use, torch does its work: {part.reason}",
-            advice="" if part.active or "MOE_CKPT_NATIVE=0" in part.reason else advice[part.part],
-        )
-        for part in explain()
-    ]
+    for part in explain():
+        name = f"compiled {part.part.upper()} part"
+        if part.active:
+            yield Examined(name, "good", part.reason)
+            continue
+        useless = "MOE_CKPT_NATIVE=0" in part.reason or (part.part == "cuda" and not torch.cuda.is_available())
+        yield Examined(name, "absent", f"not in use, torch does its work: {part.reason}", "" if useless else rebuild)
 
 
 def _devices() -> list[Examined]:
     """Return a finding per device on the CUDA part; none if the part is not in use."""
-    library = cuda()
-    if library is None:
+    if (library := cuda()) is None:
         return []
-    return [_device(library, torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return [Examined(f"CUDA part on {device}", *_device(library, device)) for device in devices]
 
 
-def _device(library: Library, device: torch.device) -> Examined:
+def _device(library: Library, device: torch.device) -> _Finding:
     verdicts = {use: verdict(use, library, device) for use in USES}
     failures = [f"{use}: {found.failure}" for use, found in verdicts.items() if found.failure is not None]
     seconds = sum(found.seconds for found in verdicts.values())
     if not failures:
-        found = f"{', '.join(USES)} give the bits of their twins, checked in {1e3 * seconds:.0f} ms"
-        return Examined(name=f"CUDA part on {device}", state="good", found=found)
-    return Examined(
-        name=f"CUDA part on {device}",
-        state="slower",
-        found=f"fails its check, torch does this work: {'; '.join(failures)}",
-        advice="report it, with this table; nothing is lost but speed",
-    )
+        return "good", f"{', '.join(USES)} give the bits of their twins, checked in {1e3 * seconds:.0f} ms"
+    found = f"fails its check, torch does this work: {'; '.join(failures)}"
+    return "slower", found, "report it, with this table; nothing is lost but speed"
 
 
-def _compiler() -> Examined:
+def _compiler() -> _Finding:
     path = shutil.which(os.environ.get("CXX", "g++"))
     if path is None:
-        return Examined(
-            name="C++ compiler", state="absent", found="no g++, and CXX names none", advice="needed to build"
-        )
-    return Examined(name="C++ compiler", state="good", found=f"{path}, {_first_line([path, '--version'])}")
+        return "absent", "no g++, and CXX names none", "needed to build"
+    done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=False)  # noqa: S603
+    return "good", f"{path}, {(done.stdout or done.stderr).partition(chr(10))[0]}"
 
 
-def _cuda_compiler() -> Examined:
+def _cuda_compiler() -> _Finding:
     homes = [Path(os.environ[name]) / "bin" for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
     found = [shutil.which("nvcc", path=str(home)) for home in homes]
     found += [os.environ.get("NVCC"), shutil.which("nvcc")]
@@ -113,83 +98,64 @@ def _cuda_compiler() -> Examined:
     folders = of_pip.submodule_search_locations or [] if of_pip is not None else []
     found += [str(path) for folder in folders for path in Path(folder).glob("cu*/bin/nvcc")]
     path = next((path for path in found if path), None)
-    if path is None:
-        return Examined(name="CUDA compiler", state="absent", found="no nvcc", advice="needed to build the CUDA part")
-    return Examined(name="CUDA compiler", state="good", found=path)
+    return ("absent", "no nvcc", "needed to build the CUDA part") if path is None else ("good", path)
 
 
-def _first_line(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)  # noqa: S603
-    return (done.stdout or done.stderr).partition("\n")[0]
-
-
-def _driver() -> Examined:
+def _driver() -> _Finding:
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     if devices:
-        return Examined(name="CUDA devices", state="good", found=", ".join(devices))
-    if _DRIVER.exists():
-        return Examined(
-            name="CUDA devices",
-            state="absent",
-            found=f"{_DRIVER.read_text().partition(chr(10))[0]}; torch {torch.__version__} sees no device",
-            advice="install a torch built for this driver",
-        )
-    return Examined(name="CUDA devices", state="absent", found="no NVIDIA driver on this machine")
+        return "good", ", ".join(devices)
+    if not _DRIVER.exists():
+        return "absent", "no NVIDIA driver on this machine"
+    found = f"{_DRIVER.read_text().partition(chr(10))[0]}; torch {torch.__version__} sees no device"
+    return "absent", found, "install a torch built for this driver"
 
 
-def _shared_memory() -> Examined:
+def _shared_memory() -> _Finding:
     if not (_SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK)):
-        return Examined(
-            name="shared memory",
-            state="slower",
-            found=f"{_SHARED_MEMORY} is not there or cannot be written; rings go to the temporary directory",
-            advice="mount a tmpfs there",
-        )
+        found = f"{_SHARED_MEMORY} is not there or cannot be written; rings go to the temporary directory"
+        return "slower", found, "mount a tmpfs there"
     stats = os.statvfs(_SHARED_MEMORY)
     size, free = stats.f_blocks * stats.f_frsize, stats.f_bavail * stats.f_frsize
-    return Examined(
-        name="shared memory",
-        state="good" if size >= _SMALL_NBYTES else "slower",
-        found=f"{size_text(free)} of {size_text(size)} free in {_SHARED_MEMORY}",
-        advice="" if size >= _SMALL_NBYTES else "make it larger (docker: `--shm-size`)",
-    )
+    found = f"{size_text(free)} of {size_text(size)} free in {_SHARED_MEMORY}"
+    return ("good", found) if size >= _SMALL_NBYTES else ("slower", found, "make it larger (docker: `--shm-size`)")
 
 
-def _locked_memory() -> Examined:
+def _locked_memory() -> _Finding:
     soft, hard = (_limit(value) for value in resource.getrlimit(resource.RLIMIT_MEMLOCK))
-    short = "unlimited" not in (soft, hard) and torch.cuda.is_available()
-    return Examined(
-        name="locked memory",
-        state="slower" if short else "good",
-        found=soft if soft == hard else f"{soft}, may be raised to {hard}",
-        advice="`ulimit -l unlimited`, should registering a ring fail" if short else "",
-    )
+    found = soft if soft == hard else f"{soft}, may be raised to {hard}"
+    if "unlimited" not in (soft, hard) and torch.cuda.is_available():
+        return "slower", found, "`ulimit -l unlimited`, should registering a ring fail"
+    return "good", found
 
 
 def _limit(value: int) -> str:
     return "unlimited" if value == resource.RLIM_INFINITY else size_text(value)
 
 
-def _huge_pages() -> Examined:
+def _huge_pages() -> _Finding:
     path = _HUGE_PAGES / "shmem_enabled"
     if not path.exists():
-        return Examined(name="huge pages", state="absent", found="the kernel has none for shared memory")
+        return "absent", "the kernel has none for shared memory"
     chosen = path.read_text().partition("[")[2].partition("]")[0]
-    state: PartState = "good" if chosen in ("always", "within_size", "advise") else "absent"
-    return Examined(name="huge pages", state=state, found=f"{chosen} for shared memory")
+    return "good" if chosen in ("always", "within_size", "advise") else "absent", f"{chosen} for shared memory"
 
 
-def _nodes() -> Examined:
-    return Examined(name="memory nodes", state="good", found=str(num_nodes()))
-
-
-def _mapping_ahead() -> Examined:
+def _mapping_ahead() -> _Finding:
     memory = torch.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), dtype=torch.uint8)
     if populate(memory.data_ptr(), memory.nbytes):
-        return Examined(name="mapping ahead", state="good", found="MADV_POPULATE_WRITE works")
-    return Examined(
-        name="mapping ahead",
-        state="slower",
-        found="the kernel has no MADV_POPULATE_WRITE; the first copies into a ring are slow",
-        advice="Linux 5.14 or newer",
-    )
+        return "good", "MADV_POPULATE_WRITE works"
+    lack = "the kernel has no MADV_POPULATE_WRITE; the first copies into a ring are slow"
+    return "slower", lack, "Linux 5.14 or newer"
+
+
+_LOOKS: dict[str, Callable[[], _Finding]] = {
+    "C++ compiler": _compiler,
+    "CUDA compiler": _cuda_compiler,
+    "CUDA devices": _driver,
+    "shared memory": _shared_memory,
+    "locked memory": _locked_memory,
+    "huge pages": _huge_pages,
+    "memory nodes": lambda: ("good", str(num_nodes())),
+    "mapping ahead": _mapping_ahead,
+}

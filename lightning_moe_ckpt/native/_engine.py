@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import IntEnum
+from itertools import pairwise
 from operator import attrgetter, eq, is_
 from typing import Any, Protocol, TypeAlias
 
@@ -167,12 +168,8 @@ def split_at_pieces(copies: Sequence[Copy], *, base: int, end: int, piece_nbytes
             continue
         first_cut = base + ((start - base) // piece_nbytes + 1) * piece_nbytes
         cuts = [(address - start) // dst.element_size() for address in range(first_cut, last + 1, piece_nbytes)]
-        yield from _cut(src.view(-1), dst.view(-1), cuts)
-
-
-def _cut(src: Tensor, dst: Tensor, at: list[int]) -> Iterator[Copy]:
-    for start, stop in zip([0, *at], [*at, dst.numel()], strict=True):
-        yield src[start:stop], dst[start:stop]
+        for begin, stop in pairwise([0, *cuts, dst.numel()]):
+            yield src.view(-1)[begin:stop], dst.view(-1)[begin:stop]
 
 
 def _checked(index: int, src: Tensor, dst: Tensor) -> Copy:

@@ -104,16 +104,13 @@ class Preparation:
         if self._node is not None:
             prefer_node(base, nbytes, self._node)
         with ThreadPoolExecutor(self._threads, "moe-ckpt-prepare") as pool:
-            self._in_steps(base, nbytes, pool)
-
-    def _in_steps(self, base: int, nbytes: int, pool: ThreadPoolExecutor) -> None:
-        for start in range(0, nbytes, self._step_nbytes):
-            if self._stopped.is_set():
-                return
-            size = min(self._step_nbytes, nbytes - start)
-            list(pool.map(populate, *zip(*_shares(base + start, size, self._threads), strict=True)))
-            if self._per_step is not None:
-                self._per_step(base + start, size)
+            for start in range(0, nbytes, self._step_nbytes):
+                if self._stopped.is_set():
+                    return
+                size = min(self._step_nbytes, nbytes - start)
+                list(pool.map(populate, *zip(*_shares(base + start, size, self._threads), strict=True)))
+                if self._per_step is not None:
+                    self._per_step(base + start, size)
         if self._done is not None:
             self._done()
 
@@ -137,18 +134,14 @@ class PageLocks:
 
 
 def _unlock_all(buffer: Tensor, pieces: list[tuple[int, int]], unlock: Callable[[int], object], pid: int) -> None:
-    for address, _ in (
-        pieces if pid == os.getpid() else ()
-    ):  # CUDA does not work in a forked child, such as a worker of a loader
-        _unlock(address, buffer.nbytes, unlock)
+    # CUDA does not work in a forked child, such as a worker of a loader.
+    for address, _ in pieces if pid == os.getpid() else ():
+        try:
+            unlock(address)
+        except Exception as error:  # noqa: BLE001, PERF203  # may run in a collection; other pieces are given back
+            size = size_text(buffer.nbytes)
+            log.warning("a piece of %s of page-locked memory could not be given back: %s", size, error)
     pieces.clear()
-
-
-def _unlock(address: int, nbytes: int, unlock: Callable[[int], object]) -> None:
-    try:
-        unlock(address)
-    except Exception as error:  # noqa: BLE001  # may run in a collection; the other pieces are given back all the same
-        log.warning("a piece of %s of page-locked memory could not be given back: %s", size_text(nbytes), error)
 
 
 def preparing_threads() -> int:
@@ -225,9 +218,8 @@ class Ranges:
     """
 
     def __init__(self, pairs: Iterable[tuple[int, int]] | npt.NDArray[np.int64]) -> None:
-        self._pairs = np.array(pairs.T if isinstance(pairs, np.ndarray) else [*pairs], np.uint64, order="C").reshape(
-            -1, 2
-        )
+        rows = pairs.T if isinstance(pairs, np.ndarray) else [*pairs]
+        self._pairs = np.array(rows, np.uint64, order="C").reshape(-1, 2)
 
     def __len__(self) -> int:
         return len(self._pairs)

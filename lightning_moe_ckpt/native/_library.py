@@ -100,25 +100,17 @@ class _Missing(Exception):
 def _load(part: LibraryPart) -> Library:
     if os.environ.get("MOE_CKPT_NATIVE") == "0":
         raise _Missing("switched off by MOE_CKPT_NATIVE=0")
-    path = _folder() / f"libmoe_ckpt_{part}.so"
+    path = Path(os.environ.get("MOE_CKPT_NATIVE_PATH") or Path(__file__).parent) / f"libmoe_ckpt_{part}.so"
     if not path.exists():
-        raise _Missing(f"{path} was not built{_build_note(part)}")
+        told = cpu() if part == "cuda" else None  # the CPU part has the build's note on the CUDA part
+        note = f": {told.moe_cpu_build_note().decode()}" if told is not None else ""
+        raise _Missing(f"{path} was not built{note}")
     try:
         handle = ctypes.CDLL(str(path))
     except OSError as error:
         raise _Missing(f"{path} cannot be loaded: {error}", unexpected=True) from error
     _expect_current(path, handle, part, _prototypes.CPU if part == "cpu" else _prototypes.CUDA)
     return Library(handle, part)
-
-
-def _folder() -> Path:
-    return Path(os.environ.get("MOE_CKPT_NATIVE_PATH") or Path(__file__).parent)
-
-
-def _build_note(part: LibraryPart) -> str:
-    """Return the build's note on the CUDA part, stored in the CPU part."""
-    library = cpu() if part == "cuda" else None
-    return f": {library.moe_cpu_build_note().decode()}" if library is not None else ""
 
 
 def _expect_current(path: Path, handle: ctypes.CDLL, part: LibraryPart, prototypes: Mapping[str, Prototype]) -> None:
@@ -164,14 +156,12 @@ def _version(number: int) -> str:
 def _bind(function: Any, prototype: Prototype) -> Callable[..., Any]:
     function.restype = prototype.result
     function.argtypes = [*prototype.arguments, *([ctypes.POINTER(Error)] if prototype.can_fail else [])]
-    return _raising(function) if prototype.can_fail else function
 
-
-def _raising(function: Callable[..., int]) -> Callable[..., int]:
     def call(*arguments: Any) -> int:
         error = Error()
-        if (result := function(*arguments, error)) < 0:
+        result: int = function(*arguments, error)
+        if result < 0:
             raise NativeError(error.message.decode(errors="replace"))
         return result
 
-    return call
+    return call if prototype.can_fail else function

@@ -187,10 +187,6 @@ class PlannedTable(PreparedTable):
         self.attached: list[Tensor] = []
         """Memory belonging to the plan."""
 
-    def into(self, block_U8: Tensor) -> BlockCopies:
-        """Return the copies into a block."""
-        return BlockCopies(self, block_U8)
-
 
 class BlockCopies:
     """Copies of a table into a block."""

@@ -31,7 +31,7 @@ from lightning_moe_ckpt.native._engine import (
     copy_failed,
 )
 from lightning_moe_ckpt.native._library import Library, NativeError
-from lightning_moe_ckpt.native._plan import Job, PlannedCopies, PlannedTable
+from lightning_moe_ckpt.native._plan import BlockCopies, Job, PlannedCopies, PlannedTable
 from lightning_moe_ckpt.native._prototypes import GateCounts
 
 log = rank_logger(__name__)
@@ -121,7 +121,7 @@ class CompiledEngine(CopyEngine):
     @override
     def submit(self, copies: Sequence[Copy] | CopyList) -> Ticket:
         try:
-            self._newest = self._submit(copies if isinstance(copies, PlannedCopies) else self._check(_pairs(copies)))
+            self._newest = self._submit(copies if isinstance(copies, PlannedCopies) else self._check(copies))
         except (ValueError, RuntimeError) as error:
             return FailedTicket(len(copies), error)
         return self._newest
@@ -131,7 +131,7 @@ class CompiledEngine(CopyEngine):
         if not isinstance(prepared, PlannedTable) or prepared.plan is None:
             return super().submit_table(prepared, block_U8)
         try:
-            self._newest = self._submit(prepared.into(block_U8))
+            self._newest = self._submit(BlockCopies(prepared, block_U8))
         except (ValueError, RuntimeError) as error:
             return FailedTicket(len(prepared.table), error)
         return self._newest
@@ -160,9 +160,9 @@ class CompiledEngine(CopyEngine):
         """Return the current stream, where there are streams."""
         return ()
 
-    def _check(self, copies: Sequence[Copy]) -> PlannedCopies:
+    @abstractmethod
+    def _check(self, copies: Sequence[Copy] | CopyList) -> PlannedCopies:
         """Check a list that is used once."""
-        return self.prepare(copies)
 
     @abstractmethod
     def _submit(self, copies: Job) -> Ticket:
@@ -171,10 +171,6 @@ class CompiledEngine(CopyEngine):
     @abstractmethod
     def _running_worker(self) -> Worker:
         """Return this process's thread, started if necessary."""
-
-
-def _pairs(copies: Sequence[Copy] | CopyList) -> Sequence[Copy]:
-    return list(copies.pairs()) if isinstance(copies, CopyList) else copies
 
 
 class CompiledTicket(Ticket):
@@ -213,7 +209,8 @@ class CompiledTicket(Ticket):
             self._ask(limit_us)
         if self._copies is not None:
             raise TimeoutError(f"A snapshot of {self.num_copies} slices is not done after {limit_us / 1e6} s.")
-        self._raise_failure()
+        if self._error is not None:
+            raise copy_failed(self.num_copies, self._error) from self._error
 
     def release_sources(self) -> None:
         """Release the sources before they are read; the caller ensures that later writes to their memory come after."""
@@ -227,10 +224,6 @@ class CompiledTicket(Ticket):
                 self._copies = None
         except NativeError as error:
             self._error, self._copies = error, None
-
-    def _raise_failure(self) -> None:
-        if self._error is not None:
-            raise copy_failed(self.num_copies, self._error) from self._error
 
 
 class FailedTicket(Ticket):

@@ -9,7 +9,10 @@ from lightning_moe_ckpt.storage._backend import Backend as Backend
 from lightning_moe_ckpt.storage._backend import Entry as Entry
 from lightning_moe_ckpt.storage._backend import Pace as Pace
 from lightning_moe_ckpt.storage._catalog import CONSTANTS as CONSTANTS
+from lightning_moe_ckpt.storage._catalog import check_header as check_header
 from lightning_moe_ckpt.storage._catalog import read_constants as read_constants
+from lightning_moe_ckpt.storage._catalog import scrub_record as scrub_record
+from lightning_moe_ckpt.storage._catalog import scrub_segment as scrub_segment
 from lightning_moe_ckpt.storage._entries import Bounds as Bounds
 from lightning_moe_ckpt.storage._entries import RecordColumns as RecordColumns
 from lightning_moe_ckpt.storage._entries import RecordEntry as RecordEntry
@@ -50,9 +53,6 @@ from lightning_moe_ckpt.storage._posix import PosixBackend as PosixBackend
 from lightning_moe_ckpt.storage._retention import Retention as Retention
 from lightning_moe_ckpt.storage._run_store import Resume as Resume
 from lightning_moe_ckpt.storage._run_store import RunStore as RunStore
-from lightning_moe_ckpt.storage._scrub import check_header as check_header
-from lightning_moe_ckpt.storage._scrub import scrub_record as scrub_record
-from lightning_moe_ckpt.storage._scrub import scrub_segment as scrub_segment
 from lightning_moe_ckpt.storage._segment import MAX_HEADER_NBYTES as MAX_HEADER_NBYTES
 from lightning_moe_ckpt.storage._segment import KindColumns as KindColumns
 from lightning_moe_ckpt.storage._segment import NameColumns as NameColumns

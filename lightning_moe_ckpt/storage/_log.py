@@ -348,8 +348,13 @@ class Log:
             return None
 
     def _indices(self, after: str = "") -> list[int]:
-        found = (parse_log_key(entry.key) for entry in self._backend.list(LOG_PREFIX, after))
-        return sorted(index for index in found if index is not None)
+        return log_indices(self._backend, after)
+
+
+def log_indices(backend: Backend, after: str = "") -> list[int]:
+    """Return the indices of the entries behind the key `after`, in order, as listed."""
+    found = (parse_log_key(entry.key) for entry in backend.list(LOG_PREFIX, after))
+    return sorted(index for index in found if index is not None)
 
 
 def is_compacted(backend: Backend, index: int) -> bool:

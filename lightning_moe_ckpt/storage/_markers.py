@@ -331,15 +331,14 @@ def _expect_older_files(marker: RankMarker, entries: Sequence[ReferencedEntry], 
         raise Corrupt(f"{where}: what it references is not listed file by file, oldest first.")
 
 
-def _read_aliases(value: object, where: str) -> dict[str, str]:
-    return {name: TEXT.read(each, where) for name, each in OBJECT.read(value, where).items()}
-
-
 _HUGGING_FACE = keys(
     HuggingFaceEntry, prefix=TEXT, class_name=TEXT, config=TEXT, generation_config=maybe(TEXT), tied=many(TEXT)
 )
+_ALIASES: Form[Mapping[str, str]] = Form(
+    lambda value, where: {name: TEXT.read(each, where) for name, each in OBJECT.read(value, where).items()}, dict
+)
 _MODULE = keys(
-    ModuleEntry, class_name=TEXT, unsaved=many(TEXT), aliases=Form(_read_aliases, dict), foreign=many(TEXT),
+    ModuleEntry, class_name=TEXT, unsaved=many(TEXT), aliases=_ALIASES, foreign=many(TEXT),
     optimizer=TEXT, param_groups=many(many(TEXT)), hugging_face=many(_HUGGING_FACE), extra=TEXT,
 )  # fmt: skip
 _POLICY: Form[Mapping[str, object]] = Form(_read_policy, dict)

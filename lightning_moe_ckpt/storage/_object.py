@@ -117,14 +117,10 @@ class ObjectBackend:
             raise ConfigurationError(f"`{url}` cannot be opened: {_first_line(error)}") from error
         if kind == "s3":
             # obstore does not expose these two, and botocore reads other variables.
-            found = {"endpoint": os.environ.get("AWS_ENDPOINT"), "region": os.environ.get("AWS_REGION")}
-            self.unfinished = UnfinishedUploads(
-                bucket,
-                {**found, **options.config, **self._store.config},
-                options.client,
-                certificates=options.certificates,
-                timeout=timeout.total_seconds(),
-            )
+            found: dict[str, Any] = {"endpoint": os.environ.get("AWS_ENDPOINT"), "region": os.environ.get("AWS_REGION")}
+            found |= {**options.config, **self._store.config}
+            seconds = timeout.total_seconds()
+            self.unfinished = UnfinishedUploads(bucket, found, options.client, options.certificates, seconds)
 
     @cached_property
     def creates_exclusively(self) -> bool:
@@ -343,24 +339,21 @@ class Upload:
     upload_id: str
 
 
+@dataclass(repr=False, eq=False)
 class UnfinishedUploads:
     """The incomplete uploads of one bucket; botocore finds missing values of `config` where obstore does."""
 
     page_size = 1000
 
-    def __init__(
-        self,
-        bucket: str,
-        config: Mapping[str, Any],
-        client: Mapping[str, Any],
-        *,
-        certificates: str | None,
-        timeout: float,
-    ) -> None:
-        self._bucket, self._config, self._http, self._timeout = bucket, config, client, timeout
-        self._certificates = certificates
-        self.why_useless: str | None = None
-        """Reason why the store cannot be asked; `None` as long as none is known."""
+    bucket: str
+    config: Mapping[str, Any]
+    http: Mapping[str, Any]
+    """obstore's options for the HTTP client."""
+    certificates: str | None
+    timeout: float
+    """Seconds for one request."""
+    why_useless: str | None = None
+    """Reason why the store cannot be asked; `None` as long as none is known."""
 
     def abort(self, prefix: str) -> int:
         """Abort every upload to a key that starts with `prefix`; return how many, zero if the store cannot be asked.
@@ -372,7 +365,7 @@ class UnfinishedUploads:
             for upload in found:
                 log.info("aborting an upload to %s, left by an interrupted write", upload.key)
                 with self._asking("abort_multipart_upload"):
-                    self._client.abort_multipart_upload(Bucket=self._bucket, Key=upload.key, UploadId=upload.upload_id)
+                    self._client.abort_multipart_upload(Bucket=self.bucket, Key=upload.key, UploadId=upload.upload_id)
             num_aborted += len(found)
             if not found:
                 break
@@ -386,7 +379,7 @@ class UnfinishedUploads:
         try:
             with self._asking("list_multipart_uploads"):
                 pages = self._client.get_paginator("list_multipart_uploads").paginate(
-                    Bucket=self._bucket, Prefix=prefix, PaginationConfig={"PageSize": self.page_size}
+                    Bucket=self.bucket, Prefix=prefix, PaginationConfig={"PageSize": self.page_size}
                 )
                 found += [Upload(each["Key"], each["UploadId"]) for page in pages for each in page.get("Uploads", [])]
         except ImportError:
@@ -399,10 +392,10 @@ class UnfinishedUploads:
 
     def begin(self, key: str) -> Upload:
         with self._asking("create_multipart_upload"):
-            return Upload(key, self._client.create_multipart_upload(Bucket=self._bucket, Key=key)["UploadId"])
+            return Upload(key, self._client.create_multipart_upload(Bucket=self.bucket, Key=key)["UploadId"])
 
     def refuses_small_parts(self, key: str) -> bool:
-        place = {"Bucket": self._bucket, "Key": key, "UploadId": self.begin(key).upload_id}
+        place = {"Bucket": self.bucket, "Key": key, "UploadId": self.begin(key).upload_id}
         parts = [
             {"PartNumber": number, "ETag": self._client.upload_part(**place, PartNumber=number, Body=b"a part")["ETag"]}
             for number in (1, 2)
@@ -411,7 +404,7 @@ class UnfinishedUploads:
 
     def refuses_wrong_digest(self, key: str) -> bool:
         digest = base64.b64encode(bytes(16)).decode()
-        return self._refuses("put_object", Bucket=self._bucket, Key=key, Body=b"a body", ContentMD5=digest)
+        return self._refuses("put_object", Bucket=self.bucket, Key=key, Body=b"a body", ContentMD5=digest)
 
     # -- private
 
@@ -428,7 +421,7 @@ class UnfinishedUploads:
         log.info(
             "%s cannot be asked for unfinished uploads: %s. A lifecycle rule of the bucket (AbortIncompleteMultipartUpload) "
             "removes what killed processes leave",
-            self._bucket,
+            self.bucket,
             reason,
         )
 
@@ -445,9 +438,9 @@ class UnfinishedUploads:
             if (status := error.response["ResponseMetadata"]["HTTPStatusCode"]) in _REFUSALS:
                 raise _RefusedError(f"it answers {status} {error.response['Error'].get('Code', '')}") from error
             if status != 404:  # another process was faster, or there never was such an upload
-                raise StorageError(f"{operation} in {self._bucket}: {error}.") from error
+                raise StorageError(f"{operation} in {self.bucket}: {error}.") from error
         except BotoCoreError as error:
-            raise StorageError(f"{operation} in {self._bucket}: {error} Check the store and the network.") from error
+            raise StorageError(f"{operation} in {self.bucket}: {error} Check the store and the network.") from error
 
     @cached_property
     def _client(self) -> Any:
@@ -455,12 +448,12 @@ class UnfinishedUploads:
         from botocore import UNSIGNED
         from botocore.config import Config
 
-        config = self._config
+        config = self.config
         virtual = str(config.get("virtual_hosted_style_request", "")).lower() == "true"
         endpoint = config.get("endpoint")
         if virtual and endpoint:  # for obstore the endpoint already contains the bucket
-            endpoint = endpoint.replace(f"//{self._bucket}.", "//", 1)
-        trusted = not self._http.get("allow_invalid_certificates")
+            endpoint = endpoint.replace(f"//{self.bucket}.", "//", 1)
+        trusted = not self.http.get("allow_invalid_certificates")
         return botocore.session.get_session().create_client(
             "s3",
             region_name=config.get("region"),
@@ -468,11 +461,11 @@ class UnfinishedUploads:
             aws_access_key_id=config.get("access_key_id"),
             aws_secret_access_key=config.get("secret_access_key"),
             aws_session_token=config.get("session_token"),
-            verify=trusted and self._certificates,
+            verify=trusted and self.certificates,
             config=Config(
                 signature_version=UNSIGNED if config.get("skip_signature") else None,
-                connect_timeout=self._timeout,
-                read_timeout=self._timeout,
+                connect_timeout=self.timeout,
+                read_timeout=self.timeout,
                 retries={"total_max_attempts": 1},
                 s3={"addressing_style": "virtual" if virtual or not endpoint else "path"},
                 request_checksum_calculation="when_required",

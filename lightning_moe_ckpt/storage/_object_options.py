@@ -126,14 +126,8 @@ _SYNONYMS: Mapping[str, Mapping[str, str | Apply]] = {
     "az": {"sas_token": "sas_key", "anon": "skip_signature", "max_concurrency": _transfer("max_concurrency")},
 }
 _CLIENT = {
-    *(
-        "allow_http",
-        "allow_invalid_certificates",
-        "connect_timeout",
-        "default_content_type",
-        "http1_only",
-        "http2_only",
-    ),
+    *("allow_http", "allow_invalid_certificates", "connect_timeout", "default_content_type"),
+    *("http1_only", "http2_only"),
     *("http2_keep_alive_interval", "http2_keep_alive_timeout", "http2_keep_alive_while_idle", "http2_max_frame_size"),
     *("pool_idle_timeout", "pool_max_idle_per_host", "proxy_url", "randomize_addresses", "timeout", "user_agent"),
 }

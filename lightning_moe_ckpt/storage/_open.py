@@ -290,14 +290,14 @@ def open_without_retries(
     url: str, *, storage_options: StorageOptions | None = None, bandwidth: int | None = None
 ) -> Backend:
     """Open a backend like `open_backend`, without retries."""
-    url = checked_url(url)
+    url, options = checked_url(url), storage_options or {}
     _expect_known(url)
-    return _FACTORIES.get(scheme_of(url), _open_fsspec)(url, storage_options or {}, bandwidth)
-
-
-def _open_posix(url: str, storage_options: StorageOptions, bandwidth: int | None) -> Backend:
-    if storage_options:
-        raise ConfigurationError(f"`{url}` is a path and takes no storage_options, got {sorted(storage_options)}.")
+    if (scheme := scheme_of(url)) in SCHEMES:
+        return _open_object(url, options, bandwidth)
+    if scheme not in {"file", "local"}:
+        return _open_fsspec(url, options, bandwidth)
+    if options:
+        raise ConfigurationError(f"`{url}` is a path and takes no storage_options, got {sorted(options)}.")
     return PosixBackend(re.sub(r"^\w+://", "", url), bandwidth=bandwidth)
 
 
@@ -315,10 +315,3 @@ def _open_object(url: str, storage_options: StorageOptions, bandwidth: int | Non
     except Unmapped as unmapped:
         log.warning("%s: obstore has no word for %s; the fsspec file system is used, which is slower", url, unmapped)
         return _open_fsspec(url, storage_options, bandwidth)
-
-
-# Schemes that do not go through fsspec.
-_FACTORIES: dict[str, Callable[[str, StorageOptions, int | None], Backend]] = {
-    **dict.fromkeys(("file", "local"), _open_posix),
-    **dict.fromkeys(SCHEMES, _open_object),
-}

@@ -48,9 +48,8 @@ class Retention:
             raise ConfigurationError(f"`Retention(dense={self.dense!r})` must be 0 or more generations.")
         for name, what in (("last", "generations, of which one is resumed from"), ("every_n_steps", "steps")):
             value = getattr(self, name)
-            if (value is None and name != "last") or (_is_int(value) and value >= 1):
-                continue
-            raise ConfigurationError(f"`Retention({name}={value!r})` must be 1 or more {what}.")
+            if not ((value is None and name != "last") or (_is_int(value) and value >= 1)):
+                raise ConfigurationError(f"`Retention({name}={value!r})` must be 1 or more {what}.")
         days = self.days
         if days is not None and not (
             isinstance(days, int | float) and not isinstance(days, bool) and 0 < days < math.inf
@@ -269,10 +268,12 @@ class Survey:
         counted = {commit.generation for commit in whole}
         # An unreadable generation may come back, so the files that it needs stay until the log gives it up.
         needing = [c for each, c in self._manifests.items() if each in reasons or each not in counted]
-        needed = {need: f"needed by {by}" for need, by in needed_by(c for c in needing if self._stays(c)).items()}
+        for_others = {skipped.generation for skipped in self.passed_over if skipped.is_for_others}
+        needed = needed_by(c for c in needing if c.generation not in for_others)
         spare = {each: f"has older copies for {by}" for each, by in spare_for(whole[: retention.last]).items()}
         there = {each: reason for each, reason in spare.items() if each in self._allowed}
-        return self._perhaps_needed(reasons) | there | needed | reasons
+        needs = {need: f"needed by {by}" for need, by in needed.items()}
+        return self._perhaps_needed(reasons) | there | needs | reasons
 
     def _perhaps_needed(self, stay: Mapping[GenerationId, str]) -> dict[GenerationId, str]:
         """Return the generations that an unreadable one may need: all older ones, if the run references any."""
@@ -282,10 +283,6 @@ class Survey:
         if newest is None or not any(commit.needs for commit in manifests.values()):
             return {}
         return {each: f"may be needed by {newest}, which cannot be read" for each in manifests if each < newest}
-
-    def _stays(self, commit: Commit) -> bool:
-        """Return whether the generation is there for its own sake, not only for others."""
-        return all(skipped.commit is not commit or not skipped.is_for_others for skipped in self.passed_over)
 
     def _in_order(self, whole: Sequence[Commit]) -> list[GenerationId]:
         """Return the generations that the log can give up, newest first: whole ones, and older ones kept for others."""

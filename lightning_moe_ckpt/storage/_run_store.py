@@ -138,9 +138,8 @@ class RunStore:
     @property
     def nonce(self) -> str:
         """Random name of this incarnation; empty before `open_incarnation`, and on ranks that joined."""
-        return (
-            self._coordination.history.nonce if self._coordination is not None and self.incarnation is not None else ""
-        )
+        known = self._coordination
+        return "" if known is None or known.incarnation is None else known.history.nonce
 
     @property
     def lineage(self) -> Lineage | None:
@@ -437,10 +436,8 @@ class RunStore:
         try:
             stored = complete_markers(self._backend, self.run_id, contents, by_receipts=True)
             publish(self._backend, stored, self._coordinator().history)
-        except (
-            Corrupt,
-            StorageError,
-        ) as error:  # a kill leaves incomplete generations; a failure of storage is another matter
+        except (Corrupt, StorageError) as error:
+            # A kill leaves incomplete generations; a failure of storage is another matter.
             level = logging.WARNING if isinstance(error, StorageError) else logging.INFO
             log.log(level, "%s cannot be promoted: %s", contents.generation, error)
             return False

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 
@@ -212,10 +213,11 @@ def repair_log(backend: Backend, *, dry_run: bool) -> RepairedLog:
     a log, `NoUsableGeneration` if there is no readable manifest, `StorageError` if the medium failed.
     """
     log = Log(backend)
-    if _is_readable(log):
-        raise ConfigurationError(
-            f"{backend.url} has a log that can be read. There is nothing to repair; see `moe-ckpt ls`."
-        )
+    with suppress(Corrupt):
+        if log.read() is not None:
+            raise ConfigurationError(
+                f"{backend.url} has a log that can be read. There is nothing to repair; see `moe-ckpt ls`."
+            )
     catalog = read_catalog(backend)
     commits, mended, left_out = _manifests(backend, [each for each in catalog.values() if each.committed])
     if all(each.lineage is None for each in commits):
@@ -244,13 +246,6 @@ def repair_log(backend: Backend, *, dry_run: bool) -> RepairedLog:
     )
 
 
-def _is_readable(log: Log) -> bool:
-    try:
-        return log.read() is not None
-    except Corrupt:
-        return False
-
-
 def _manifests(
     backend: Backend, committed: Sequence[Contents]
 ) -> tuple[list[Commit], list[Commit], dict[GenerationId, str]]:
@@ -261,16 +256,11 @@ def _manifests(
             commits.append(read_commit(backend, contents.generation))
         except (Corrupt, KeyMissing) as error:  # noqa: PERF203  # each is judged by itself
             try:
-                mended.append(_manifest_of_markers(backend, contents))
+                run_id = read_marker(backend, contents.generation, 0).marker.run_id
+                mended.append(Commit.of(complete_markers(backend, run_id, contents, by_receipts=False)))
             except (Corrupt, KeyMissing):
                 bad[contents.generation] = str(error)
     return [*commits, *mended], mended, bad
-
-
-def _manifest_of_markers(backend: Backend, contents: Contents) -> Commit:
-    """Rebuild a manifest from the markers alone. Raises `Corrupt` or `KeyMissing` for bad markers."""
-    first = read_marker(backend, contents.generation, 0).marker
-    return Commit.of(complete_markers(backend, first.run_id, contents, by_receipts=False))
 
 
 def _history_of(commits: Sequence[Commit], *, last_incarnation: int) -> History:

@@ -20,9 +20,9 @@ from lightning_moe_ckpt.storage._catalog import (
     read_committed_marker,
 )
 from lightning_moe_ckpt.storage._commit import read_run
-from lightning_moe_ckpt.storage._log import KEPT_ENTRIES, History, Log, is_compacted, read_entry
+from lightning_moe_ckpt.storage._log import KEPT_ENTRIES, History, Log, is_compacted, log_indices, read_entry
 from lightning_moe_ckpt.storage._markers import Commit, RankMarker
-from lightning_moe_ckpt.storage._names import LOG_PREFIX, GenerationId, log_key, parse_log_key
+from lightning_moe_ckpt.storage._names import LOG_PREFIX, GenerationId, log_key
 from lightning_moe_ckpt.storage._retention import needed_by, spare_for, what_lacks
 
 _READERS = 16
@@ -108,8 +108,11 @@ class RunView:
         judged = [self._with_needs(stored, defects) for stored in found.values()]
         usable = [each.commit for each in judged if each.commit is not None and each.usable]
         lent = spare_for(usable) | needed_by(usable)
-        only_lent = {g: by for g, by in lent.items() if g in found and found[g].dead is None}
-        return [_explained(each, only_lent.get(each.generation)) for each in judged]
+        only_lent = {g: f"only there for {by}" for g, by in lent.items() if g in found and found[g].dead is None}
+        return [
+            replace(each, dead=f"{why}; {each.dead}") if each.dead and (why := only_lent.get(each.generation)) else each
+            for each in judged
+        ]
 
     def events(self, known: Mapping[int, LogEvent] | None = None) -> dict[int, LogEvent]:
         """Return the log's newest thousand events by their entry's index, oldest first; unreadable entries are left out.
@@ -117,9 +120,7 @@ class RunView:
         Entries in `known`, the result of an earlier call, are not read again.
         """
         known = known or {}
-        indices = sorted(i for e in self._backend.list(LOG_PREFIX) if (i := parse_log_key(e.key)) is not None)[
-            -KEPT_ENTRIES:
-        ]
+        indices = log_indices(self._backend)[-KEPT_ENTRIES:]
         wanted = [index for index in indices if index not in known]
         with ThreadPoolExecutor(_READERS, "moe-ckpt-log") as pool:
             read = dict(zip(wanted, pool.map(self._event, wanted), strict=True))
@@ -135,17 +136,15 @@ class RunView:
 
     def log_damage(self) -> list[str]:
         """Read every log entry and return the defects of damaged and missing ones."""
-        found = ((parse_log_key(entry.key), entry.key) for entry in self._backend.list(LOG_PREFIX))
-        entries = sorted((index, key) for index, key in found if index is not None)
-        damage, due = [], 0
-        for index, key in entries:
-            due = max(due, entries[-1][0] + 1 - KEPT_ENTRIES)  # older ones may have been deleted
+        indices, damage, due = log_indices(self._backend), [], 0
+        for index in indices:
+            due = max(due, indices[-1] + 1 - KEPT_ENTRIES)  # older ones may have been deleted
             if index > due:
                 which = f"entry {due} is" if index == due + 1 else f"entries {due} to {index - 1} are"
                 damage.append(f"{LOG_PREFIX}: {which} missing, later ones are there.")
             due = max(due, index + 1)
             try:
-                read_entry(self._backend.get(key), index)
+                read_entry(self._backend.get(log_key(index)), index)
             except CheckpointError as error:
                 if not (isinstance(error, KeyMissing) and is_compacted(self._backend, index)):
                     damage.append(str(error))
@@ -184,10 +183,3 @@ class RunView:
         if lack is None or (lack.is_loss and stored.commit.spares):  # spares may suffice
             return stored
         return replace(stored, damage=lack.reason) if lack.is_loss else replace(stored, dead=lack.reason)
-
-
-def _explained(stored: StoredGeneration, needed_by: GenerationId | None) -> StoredGeneration:
-    """Return `stored`, with the reason in `dead` if the generation only stays because another needs it."""
-    if needed_by is None or stored.dead is None:
-        return stored
-    return replace(stored, dead=f"only there for {needed_by}; {stored.dead}")

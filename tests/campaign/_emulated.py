@@ -63,7 +63,7 @@ def emulated_device(life: Attempt) -> Iterator[Emulator]:
         return emulator.page_locked(nbytes)
 
     Seam(module="lightning_moe_ckpt.session._job", attribute="create_engine", replacement=create).apply()
-    Seam(module="lightning_moe_ckpt.journal._arrivals", attribute="_page_locked", replacement=page_locked).apply()
+    Seam(module="lightning_moe_ckpt.journal._journal", attribute="_page_locked", replacement=page_locked).apply()
     yield emulator
     # Later lives may find that training is finished.
     used = {call: emulator.calls(call.encode()) for call in _CALLS}

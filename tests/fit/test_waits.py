@@ -24,7 +24,7 @@ from torchmetrics import MeanMetric
 from typing_extensions import override
 
 from lightning_moe_ckpt.callbacks import DenseCheckpoint, Popularity, SparseCheckpoint
-from lightning_moe_ckpt.journal import Arrival, Arrivals, _arrivals
+from lightning_moe_ckpt.journal import Arrival, Arrivals, _journal
 from lightning_moe_ckpt.moe import MoELayer
 
 FEATURES = 4
@@ -238,7 +238,7 @@ def test_values_of_several_devices_are_waited_for_on_each(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream(f"training {device.index}"))
     monkeypatch.setattr(torch.cuda, "stream", inside)
     monkeypatch.setattr(torch.cuda, "Event", event)
-    monkeypatch.setattr(_arrivals, "_sent", sent)
+    monkeypatch.setattr(_journal, "_sent", sent)
     on_devices: Any = [SimpleNamespace(is_cuda=True, device=torch.device("cuda", index)) for index in (0, 1)]
     on_host = torch.ones(1)
     arrival = Arrivals().start([on_host, *on_devices])

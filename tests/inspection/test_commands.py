@@ -20,7 +20,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from lightning_moe_ckpt.cli import main
 from lightning_moe_ckpt.inspection import _answers
 from lightning_moe_ckpt.storage import PosixBackend, open_backend
-from lightning_moe_ckpt.storage import _scrub as ranges
+from lightning_moe_ckpt.storage import _catalog as ranges
 from lightning_moe_ckpt.storage._fsspec import FsspecBackend
 
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from lightning_moe_ckpt.errors import CheckpointError, CodecError, Corrupt
 from lightning_moe_ckpt.journal import Constant, decode, encode, refusals
-from lightning_moe_ckpt.journal._codec_leaves import FACTORIES, NUMPY_DTYPES, TORCH_DTYPES
+from lightning_moe_ckpt.journal._codec import FACTORIES, NUMPY_DTYPES, TORCH_DTYPES
 
 
 class Phase(IntEnum):

@@ -17,8 +17,7 @@ import torch
 from stored._segments import read_record, read_segment, verify_records
 
 from lightning_moe_ckpt.journal import decode, decode_journal, encode
-from lightning_moe_ckpt.journal._codec import _READERS
-from lightning_moe_ckpt.journal._codec_leaves import LEAF_READERS
+from lightning_moe_ckpt.journal._codec import _READERS, LEAF_READERS
 from lightning_moe_ckpt.operators import RecordKind
 from lightning_moe_ckpt.snapshot import JOURNAL
 from lightning_moe_ckpt.storage import GenerationId, RunStore, digest_of

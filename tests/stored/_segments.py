@@ -14,7 +14,7 @@ from lightning_moe_ckpt.storage import (
     digest_of,
     dtype_code,
 )
-from lightning_moe_ckpt.storage._scrub import expect_places
+from lightning_moe_ckpt.storage._catalog import expect_places
 
 # Two floats would do; sizes that are not a multiple of the alignment leave pads between the records.
 LAYOUT = SegmentLayout(
