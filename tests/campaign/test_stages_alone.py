@@ -297,12 +297,12 @@ def rows() -> list[Any]:
             chain(places, ranks_of(len(places), (1, 0))),
         )
         found.append(pytest.param(editing, deaths, id=f"2x1x1, edits, {name}", marks=marks))
-    for row, places in FOUR_RANKS.items():
+    for row, deadly in FOUR_RANKS.items():
         name, _, option = row.partition(", ")
         setup, more = replace(TOPOLOGIES[name], lists=200), ((option, True),) if option else ()
         sharded = option == "shard_optimizer"
         setup = replace(setup, strategy_options=more) if sharded else replace(setup, options=more)
-        found.append(pytest.param(setup, chain([*places], [*places.values()]), id=row))
+        found.append(pytest.param(setup, chain([*deadly], [*deadly.values()]), id=row))
     return found
 
 
