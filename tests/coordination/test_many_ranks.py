@@ -22,6 +22,7 @@ from lightning_moe_ckpt import coordination
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.parallel import GroupAbort, ParallelGroups, _gloo, _groups, build_groups
+from lightning_moe_ckpt.parallel._groups import GroupName
 
 LIMIT = timedelta(seconds=60)
 CONTROL: list[Literal["control", "stage_control", "pipeline_control"]] = [
@@ -207,10 +208,10 @@ def test_descriptors_grow_with_the_logarithm_of_ranks() -> None:
             groups = ParallelGroups.placed(rank, dist.get_world_size())
             before = descriptors()
             maker = _groups._Maker(groups, LIMIT)
-            groups.groups["control"], groups.groups["replicate"] = (
-                maker.exchanging("control"),
-                maker.exchanging("replicate"),
-            )
+            names: tuple[GroupName, ...] = "control", "replicate"
+            for name in names:
+                large = len(groups.ranks(name)) > _groups.MESH_RANKS
+                groups.groups[name] = maker.large(name) if large else maker.own(name, "gloo")
             exchange = Exchange(groups)
             for _ in range(3):
                 exchange.gather([rank])
