@@ -41,9 +41,7 @@ class ParameterIndex:
 
     Args:
         module: the model as it will train.
-
-    Raises:
-        UnknownLayout: a parameter is no flat interval of memory; the message has its name and the reason.
+    Raises `UnknownLayout`: a parameter is no flat interval of memory; the message has its name and the reason.
     """
 
     def __init__(self, module: nn.Module) -> None:

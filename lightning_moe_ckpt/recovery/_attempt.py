@@ -194,10 +194,7 @@ class RestoreAttempt:
         self._read_markers([*product(in_storage, [STORAGE]), *product(in_memory, [HOST, PEER])])
 
     def bring(
-        self,
-        marker: RankMarker,
-        experts: Mapping[str, int],
-        lay_out: Callable[[RestorePlan], Sequence[SegmentLayout]],
+        self, marker: RankMarker, experts: Mapping[str, int], lay_out: Callable[[RestorePlan], Sequence[SegmentLayout]]
     ) -> Restored | None:
         """Bring the part of this rank that has `marker`; return `None`, on all ranks, if some record has no good copy
         left.

@@ -411,11 +411,7 @@ def _alive(record: memoryview) -> Tensor:
 
 
 def note_recovery(
-    generation: GenerationId,
-    chosen: RestorePlan,
-    tokens: TokensByGeneration,
-    outcome: Journal,
-    operators: OperatorSet,
+    generation: GenerationId, chosen: RestorePlan, tokens: TokensByGeneration, outcome: Journal, operators: OperatorSet
 ) -> None:
     """Bring a generation's journal up to date, in its outcome half: tokens as of now, and bad copies; log both.
 

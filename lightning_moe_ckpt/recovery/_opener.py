@@ -233,13 +233,7 @@ class Search:
     """A look at all generations for `job`; every method is collective. With `any_memory`, memory may be taken against the log."""
 
     def __init__(
-        self,
-        store: RunStore,
-        exchange: Exchange,
-        memory: Tier,
-        job: ResumeRequest,
-        *,
-        any_memory: bool = False,
+        self, store: RunStore, exchange: Exchange, memory: Tier, job: ResumeRequest, *, any_memory: bool = False
     ) -> None:
         self._store, self._exchange, self._memory, self._job = store, exchange, memory, job
         self._any_memory = any_memory

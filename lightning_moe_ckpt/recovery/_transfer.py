@@ -340,11 +340,7 @@ class MarkerSearch:
     """Search for this rank's markers, each from its cheapest good copy; markers' digests come from manifests, if there are any."""
 
     def __init__(
-        self,
-        rounds: Rounds,
-        reader: Reader,
-        copies: Mapping[Which, Sequence[Replica]],
-        digests: Mapping[Version, str],
+        self, rounds: Rounds, reader: Reader, copies: Mapping[Which, Sequence[Replica]], digests: Mapping[Version, str]
     ) -> None:
         self._rounds, self._reader, self._digests = rounds, reader, digests
         self._rank = rounds.transport.rank

@@ -70,10 +70,8 @@ class WindowMemory:
         """The plan's layout of a difference; `None` if the policy takes none."""
 
     def use(self, layout: WindowLayout) -> bool:
-        """Put a plan in force from the next window on; return `False` if it does not fit the ring. On all ranks.
-
-        Raises:
-            ConfigurationError: on every rank, if any rank has no memory for its first ring.
+        """Put a plan in force from the next window on; return `False` if it does not fit the ring. On all ranks. Raises
+        `ConfigurationError` on every rank if any of them has no memory for its first ring.
         """
         if not self.has_ring:
             self._choose_generations(layout)

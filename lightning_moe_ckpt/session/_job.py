@@ -73,10 +73,8 @@ class SessionJob:
                     )
 
     def _operators_cut(self) -> OperatorSet:
-        """Return the operators that can be restored apart from each other.
-
-        Raises:
-            UnsupportedOptimizer: a policy that takes experts apart would take a part of a tensor that is updated together.
+        """Return the operators that can be restored apart from each other. Raises `UnsupportedOptimizer` if the policy would take a part
+        of a tensor that is updated together.
         """
         reach = self.schema.reach
         operators = self.operators.joined(reach.coupling)

@@ -297,9 +297,7 @@ class CheckpointSession:
             step: the boundary.
             disturbed: whether parameters may have changed without a trace, or been moved, since the capture.
             room: returns the bytes by which later journals may be larger.
-
-        Raises:
-            ConfigurationError: a run begins with parameters that differ among ranks that should hold the same.
+        Raises `ConfigurationError`: a run begins with parameters that differ among ranks that should hold the same.
         """
         run, capture, steps = self._run, self._run.capture, self._progress.steps
         first = self._durations.began is None

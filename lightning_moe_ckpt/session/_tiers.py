@@ -152,10 +152,8 @@ class Tiers:
     # -- plans and steps
 
     def planned(self, exchange: Exchange, ring: SegmentRing, layout: WindowLayout) -> None:
-        """Tell tiers the layout of later generations, in slots of `ring`. Collective.
-
-        Raises:
-            ConfigurationError: on every rank, if any rank has no room for the generations that a tier keeps.
+        """Tell tiers the layout of later generations, in slots of `ring`. Collective. Raises `ConfigurationError` on every rank if any of them
+        has no room for the generations that a tier keeps.
         """
         self.governor.measured.window_nbytes = sum(step.nbytes for step in layout.steps)
         for worker in self.workers:

@@ -334,8 +334,7 @@ class Role:
             return b""
 
     def buffers_digest(self) -> int:
-        found = [int(digest) for digest in digests_of([*self._module.buffers()])]
-        return xxh3_64_intdigest(repr(found).encode()) - _WORD // 2
+        return _hash([*map(int, digests_of([*self._module.buffers()]))])
 
     @torch.no_grad()
     def take_up(self, sent: bytes) -> tuple[Any, ...]:
@@ -377,24 +376,15 @@ def _packed(value: Any, device: torch.device) -> Any:
     kind, within = type(value), functools.partial(_packed, device=device)
     name = f"{kind.__module__}:{kind.__qualname__}"
     if isinstance(value, Tensor):
-        keeps = torch.empty_like(value, device="meta").stride() == value.stride()
-        return [
-            "tensor",
-            value.device == device,
-            value,
-            [*value.stride()] if keeps and not value.is_contiguous() else None,
-        ]
+        keeps = torch.empty_like(value, device="meta").stride() == value.stride() and not value.is_contiguous()
+        return ["tensor", value.device == device, value, [*value.stride()] if keeps else None]
     if is_dataclass(value) and not isinstance(value, type):
         return ["fields", name, [[key, within(each)] for key, each in space_of(value).items()]]
     if kind is list or (isinstance(value, tuple) and kind is not torch.Size):
         return ["items", name, [*map(within, value)]]
     if isinstance(value, dict) and kind not in (OrderedDict, defaultdict, Counter):
-        return [
-            "pairs",
-            name,
-            [[key, within(each)] for key, each in value.items()],
-            within(getattr(value, "__dict__", {}) or None),
-        ]
+        pairs, space = [[key, within(each)] for key, each in value.items()], getattr(value, "__dict__", {}) or None
+        return ["pairs", name, pairs, within(space)]
     if isinstance(value, Mapping) and not isinstance(value, dict):
         return ["mapping", name, [[key, within(each)] for key, each in value.items()]]
     return ["plain", "", value]

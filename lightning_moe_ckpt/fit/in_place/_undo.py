@@ -117,11 +117,7 @@ class StepUndo:
         return self.edits() or ("" if lost is None else f"a step changes a tensor of shape {tuple(lost.shape)}")
 
     def undo(self) -> None:
-        """Restore everything as it was when the step began; may be called repeatedly.
-
-        Raises:
-            CheckpointError: weights have changed, or others of `lost`.
-        """
+        """Restore everything as it was when the step began; may be called repeatedly. Raises `CheckpointError` after a change of `lost`."""
         if lost := self.lost():
             raise CheckpointError(
                 f"A step that has begun cannot be done again here: {lost}. When this process ends, another one takes its place."
