@@ -22,6 +22,7 @@ from lightning_moe_ckpt import coordination
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import CheckpointError
 from lightning_moe_ckpt.parallel import GroupAbort, ParallelGroups, _gloo, _groups, build_groups
+from lightning_moe_ckpt.parallel._gloo import MESH_RANKS
 from lightning_moe_ckpt.parallel._groups import GroupName
 
 LIMIT = timedelta(seconds=60)
@@ -210,7 +211,7 @@ def test_descriptors_grow_with_the_logarithm_of_ranks() -> None:
             maker = _groups._Maker(groups, LIMIT)
             names: tuple[GroupName, ...] = "control", "replicate"
             for name in names:
-                large = len(groups.ranks(name)) > _groups.MESH_RANKS
+                large = len(groups.ranks(name)) > MESH_RANKS
                 groups.groups[name] = maker.large(name) if large else maker.own(name, "gloo")
             exchange = Exchange(groups)
             for _ in range(3):
