@@ -23,6 +23,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from multiprocessing.queues import SimpleQueue
+from pathlib import Path
 from typing import Generic, NoReturn, TypeVar, cast
 
 import torch.distributed as dist
@@ -116,7 +117,7 @@ class _Rank(Generic[T]):
             succeeded, result = pickle.loads(self.pipe.recv_bytes())  # noqa: S301  # from our own child
         except EOFError:
             self.process.join()
-            succeeded, result = False, f"ended with exit code {self.process.exitcode} and no result"
+            succeeded, result = False, f"ended with exit code {self.process.exitcode} and no result; {_memory()}"
         if not succeeded:
             raise WorldFailed(f"rank {self.rank}: {result}")
         return cast("T", result)
@@ -140,6 +141,14 @@ def _collect(ranks: list[_Rank[T]], deadline: float) -> list[T]:
             rank = waiting.pop(pipe)
             results[rank.rank] = rank.receive()
     return [results[rank] for rank in range(len(ranks))]
+
+
+def _memory() -> str:
+    """What tells a SIGKILL of the kernel, for lack of memory, from any other: the process itself can say nothing."""
+    known = dict(
+        line.split()[:2] for name in ("vmstat", "meminfo") for line in Path("/proc", name).read_text().splitlines()
+    )
+    return f"so far the kernel has killed {known['oom_kill']} for lack of memory, and {known['MemAvailable:']} KiB are free"
 
 
 def _show_stacks(late: list[_Rank[T]]) -> str:
