@@ -193,6 +193,13 @@ class HabitualModule(Doing, Module):
 
     @override
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch if self.habit_name == "batch_required" else self._odd(batch)
+
+    @override
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return self._odd(batch) if self.habit_name == "batch_required" else batch  # Lightning makes none of it anew
+
+    def _odd(self, batch: Any) -> Any:
         kind = self.habit_name.removeprefix("batch_")
         return KINDS[kind](batch, self.rank_of_life) if kind in KINDS and self.trainer.training else batch
 
@@ -222,7 +229,7 @@ class Habitual(Audited):
 
     @override
     def callbacks(self, life: Attempt) -> Sequence[Callback]:
-        return [*super().callbacks(life), *([Takes()] if self.habit == "callback" else [])]
+        return [*super().callbacks(life), Takes()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,6 +241,10 @@ class HabitualInStages(AuditedStages):
     @override
     def make_module(self, life: Attempt) -> Module:
         return HabitualStages(self, life)
+
+    @override
+    def callbacks(self, life: Attempt) -> Sequence[Callback]:
+        return [*super().callbacks(life), Takes()]
 
 
 class Pair(NamedTuple):
