@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -25,7 +26,7 @@ from lightning_moe_ckpt.native._library import Library, cuda, explain
 
 PartState = Literal["good", "slower", "absent"]
 _DRIVER = Path("/proc/driver/nvidia/version")
-_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
+_MOUNTS = Path("/proc/self/mountinfo")
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # looked at, not written to
 _SMALL_NBYTES = 2**30
 """Shared memory below this size is too small for the ring of a real model."""
@@ -91,8 +92,7 @@ def _compiler() -> _Finding:
 
 def _cuda_compiler() -> _Finding:
     homes = [Path(os.environ[name]) / "bin" for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
-    found = [shutil.which("nvcc", path=str(home)) for home in homes]
-    found += [os.environ.get("NVCC"), shutil.which("nvcc")]
+    found = [*(shutil.which("nvcc", path=str(home)) for home in homes), os.environ.get("NVCC"), shutil.which("nvcc")]
     found += [str(path) for path in sorted(Path("/usr/local").glob("cuda*/bin/nvcc"), reverse=True)]
     of_pip = find_spec("nvidia")
     folders = of_pip.submodule_search_locations or [] if of_pip is not None else []
@@ -134,19 +134,19 @@ def _limit(value: int) -> str:
 
 
 def _huge_pages() -> _Finding:
-    path = _HUGE_PAGES / "shmem_enabled"
-    if not path.exists():
-        return "absent", "the kernel has none for shared memory"
-    chosen = path.read_text().partition("[")[2].partition("]")[0]
-    return "good" if chosen in ("always", "within_size", "advise") else "absent", f"{chosen} for shared memory"
+    """Look at the option of the mount: the kernel's `shmem_enabled` is for memory without a name."""
+    device = _SHARED_MEMORY.stat().st_dev if _SHARED_MEMORY.exists() else 0
+    option = re.search(rf" {os.major(device)}:{os.minor(device)} .*\bhuge=(\w+)", _MOUNTS.read_text())
+    found = f"huge={option[1] if option else 'never'} in {_SHARED_MEMORY}"
+    advice = f"`mount -o remount,huge=within_size {_SHARED_MEMORY}`, for faster starts and restarts"
+    return ("good", found) if option and option[1] in ("always", "within_size") else ("absent", found, advice)
 
 
 def _mapping_ahead() -> _Finding:
     memory = torch.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), dtype=torch.uint8)
     if populate(memory.data_ptr(), memory.nbytes):
         return "good", "MADV_POPULATE_WRITE works"
-    lack = "the kernel has no MADV_POPULATE_WRITE; the first copies into a ring are slow"
-    return "slower", lack, "Linux 5.14 or newer"
+    return "slower", "no MADV_POPULATE_WRITE; the first copies into a ring are slow", "Linux 5.14 or newer"
 
 
 _LOOKS: dict[str, Callable[[], _Finding]] = {

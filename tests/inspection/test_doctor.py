@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -47,13 +48,27 @@ def test_what_is_missing_comes_with_what_follows(monkeypatch: pytest.MonkeyPatch
     """No compiler, no shared memory, a kernel that cannot map ahead."""
     monkeypatch.setenv("CXX", "/no/such/compiler")
     monkeypatch.setattr(_doctor, "_SHARED_MEMORY", tmp_path / "nowhere")
-    monkeypatch.setattr(_doctor, "_HUGE_PAGES", tmp_path)
     monkeypatch.setattr(_doctor, "populate", lambda *_: False)
     found = {each.name: each for each in examine()}
     assert (found["C++ compiler"].state, found["C++ compiler"].advice) == ("absent", "needed to build")
     assert found["shared memory"].advice == "mount a tmpfs there"
     assert found["mapping ahead"].advice == "Linux 5.14 or newer"
     assert found["huge pages"].state == "absent"
+
+
+@pytest.mark.parametrize("option", ["", ",huge=never", ",huge=within_size", ",huge=always"])
+def test_huge_pages_are_the_mounts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str) -> None:
+    """Of the file system that holds shared memory, whatever others have; the remedy is said where there are none."""
+    device = tmp_path.stat().st_dev
+    mounts = tmp_path / "mounts"
+    rows = [(0, 999, ",huge=always"), (os.major(device), os.minor(device), option), (0, 998, ",huge=always")]
+    mounts.write_text("".join(f"44 27 {a}:{b} / /x rw - tmpfs tmpfs rw,size=1k{each}\n" for a, b, each in rows))
+    monkeypatch.setattr(_doctor, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(_doctor, "_MOUNTS", mounts)
+    (found,) = (each for each in examine() if each.name == "huge pages")
+    good = option in (",huge=within_size", ",huge=always")
+    assert (found.state, bool(found.advice)) == (("good", False) if good else ("absent", True))
+    assert found.found == f"{option.strip(',') or 'huge=never'} in {tmp_path}"
 
 
 def test_a_small_tmpfs_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
