@@ -148,7 +148,7 @@ def _memory() -> str:
     known = dict(
         line.split()[:2] for name in ("vmstat", "meminfo") for line in Path("/proc", name).read_text().splitlines()
     )
-    return f"so far the kernel has killed {known['oom_kill']} for lack of memory, and {known['MemAvailable:']} KiB are free"
+    return f"so far the kernel has killed {known.get('oom_kill', '?')} for lack of memory, and {known['MemAvailable:']} KiB are free"
 
 
 def _show_stacks(late: list[_Rank[T]]) -> str:

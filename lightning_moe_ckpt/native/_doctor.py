@@ -27,7 +27,7 @@ from lightning_moe_ckpt.native._library import Library, cuda, explain
 PartState = Literal["good", "slower", "absent"]
 _DRIVER = Path("/proc/driver/nvidia/version")
 _MOUNTS = Path("/proc/self/mountinfo")
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # looked at, not written to
+_SHARED_MEMORY = Path(os.environ.get("MOE_CKPT_SHARED_MEMORY", "/dev/shm"))  # noqa: S108  # looked at, not written to
 _SMALL_NBYTES = 2**30
 """Shared memory below this size is too small for the ring of a real model."""
 
@@ -135,10 +135,12 @@ def _limit(value: int) -> str:
 
 def _huge_pages() -> _Finding:
     """Look at the option of the mount: the kernel's `shmem_enabled` is for memory without a name."""
-    device = _SHARED_MEMORY.stat().st_dev if _SHARED_MEMORY.exists() else 0
+    if not (_SHARED_MEMORY.exists() and _MOUNTS.exists()):
+        return "absent", f"nothing is known of {_SHARED_MEMORY}"
+    device = _SHARED_MEMORY.stat().st_dev
     option = re.search(rf" {os.major(device)}:{os.minor(device)} .*\bhuge=(\w+)", _MOUNTS.read_text())
     found = f"huge={option[1] if option else 'never'} in {_SHARED_MEMORY}"
-    advice = f"`mount -o remount,huge=within_size {_SHARED_MEMORY}`, for faster starts and restarts"
+    advice = f"`mount -o remount,huge=within_size {_SHARED_MEMORY}` where it is a tmpfs, for faster starts and restarts"
     return ("good", found) if option and option[1] in ("always", "within_size") else ("absent", found, advice)
 
 

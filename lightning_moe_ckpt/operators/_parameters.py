@@ -37,11 +37,8 @@ _MAX_NAMED = 8
 
 
 class ParameterIndex:
-    """The parameters of `module`, validated.
-
-    Args:
-        module: the model as it will train.
-    Raises `UnknownLayout`: a parameter is no flat interval of memory; the message has its name and the reason.
+    """The parameters of `module`, the model as it will train, validated. Raises `UnknownLayout` for one that is no flat interval of memory,
+    with its name and the reason.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -52,7 +52,7 @@ def described_model(groups: ParallelGroups, described: Mapping[str, Any]) -> nn.
     """Return a rank's modules, without memory, in the largest pipeline stage.
 
     The model is Hugging Face's for a `config` file, or has `layers` blocks with `experts` each, which share all other `params` equally.
-    Raises `ConfigurationError`: there is no such model, or these ranks cannot share it.
+    Raises `ConfigurationError` if there is no such model, or these ranks cannot share it.
     """
     stages, config, layers, experts = (described[each] for each in ("stages", "config", "layers", "experts"))
     params, expert_params = int(described["params"]), int(described["expert_params"])
@@ -98,11 +98,11 @@ def forecast(
     """Return the bytes reserved in shared memory by a rank of a run with AdamW, as JSON values.
 
     The policy has all budgets, and differences are lossless. The rank keeps copies for the owners in `mirroring`, and with `redundancy` captures state for them.
+    Raises `ConfigurationError` if the policy cannot plan for the model, or lacks a budget.
 
     Returns:
         `purposes`: bytes by purpose, for each `memory_generations`. `generation`: bytes in `window` steps, with `journals` and
         state `captured` for other ranks. `full`: weights and optimizer state written by this rank.
-    Raises `ConfigurationError`: the policy cannot plan for the model, or lacks a budget.
     """
     module = module.to(torch.bfloat16 if precision == "bf16-true" else torch.float32)
     schema, operators = StateSchema.of(torch.optim.AdamW(module.parameters())), discover(module, ep_size=groups.ep_size)

@@ -82,8 +82,7 @@ def open_run(
     """Open the run and make its parts, with one worker per tier, in the same order on all ranks. Return it with the layout of a
     restored generation, if there is one, and the generation's replay if it is to `load`. Collective.
 
-    Where constants change what trains, another planner takes the place of `planner`. Ranks may differ in `load`, see `Planner.settle`.
-    `clock` has the time in hooks.
+    Where constants change what trains, another planner takes the place of `planner`. Ranks may differ in `load`, see `Planner.settle`. `clock` has the time in hooks.
     """
     began, supervised = time.monotonic(), Supervised.from_environment()
     config, policy, view, groups, exchange = job.config, job.policy, job.view, job.groups, job.exchange

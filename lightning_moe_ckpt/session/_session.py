@@ -292,12 +292,13 @@ class CheckpointSession:
     def seal(self, start: Journal, *, step: int, disturbed: bool = False, room: Callable[[], int] = lambda: 0) -> None:
         """Complete the capture of boundary `step` as the next batch begins; a fresh run captures its boundary 0 here.
 
+        Raises `ConfigurationError` if a run begins with parameters that differ among ranks that should hold the same.
+
         Args:
             start: the journal's start half.
             step: the boundary.
             disturbed: whether parameters may have changed without a trace, or been moved, since the capture.
             room: returns the bytes by which later journals may be larger.
-        Raises `ConfigurationError`: a run begins with parameters that differ among ranks that should hold the same.
         """
         run, capture, steps = self._run, self._run.capture, self._progress.steps
         first = self._durations.began is None

@@ -126,7 +126,7 @@ def choose(
 
     The whole run fails every `mtbf` seconds, usually with the loss `scope`: by default a node where there are several, else a process. `allow_loss` is
     the largest portion of tokens that may be lost for good. `host_nbytes` limits a node's shared memory. `replicas` on other nodes are chosen if `None`.
-    Raises `ConfigurationError`: no checkpoint can help at this rate, an argument is out of range, or nothing fits into memory.
+    Raises `ConfigurationError` if no checkpoint can help at this rate, an argument is out of range, or nothing fits into memory.
     """
     if not 0 <= allow_loss < 1:
         raise ConfigurationError(f"`allow_loss={allow_loss:g}` must be a portion of tokens, from 0 to below 1.")

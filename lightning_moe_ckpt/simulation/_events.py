@@ -57,7 +57,7 @@ def simulate(
     """Simulate a run until a number of steps or seconds of wall time, whichever comes first; by default `training.steps` of the profile.
 
     The `seed` decides when failures come without a trace, and which nodes are lost together. The first step begins after `first_start` seconds.
-    Raises `ConfigurationError`: failures are less than a step apart, or the run would never end.
+    Raises `ConfigurationError` if failures are less than a step apart, or the run would never end.
     """
     if until_steps is None and until_seconds is None:
         until_steps = profile.training.steps
