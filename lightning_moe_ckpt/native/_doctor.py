@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import mmap
 import os
-import re
 import resource
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -21,12 +21,17 @@ import torch
 
 from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.native._choice import USES, verdict
-from lightning_moe_ckpt.native._host_memory import num_nodes, populate
+from lightning_moe_ckpt.native._host_memory import (
+    huge_page_nbytes,
+    map_file,
+    num_nodes,
+    populate,
+    take_huge_pages,
+)
 from lightning_moe_ckpt.native._library import Library, cuda, explain
 
 PartState = Literal["good", "slower", "absent"]
 _DRIVER = Path("/proc/driver/nvidia/version")
-_MOUNTS = Path("/proc/self/mountinfo")
 _SHARED_MEMORY = Path(os.environ.get("MOE_CKPT_SHARED_MEMORY", "/dev/shm"))  # noqa: S108  # looked at, not written to
 _SMALL_NBYTES = 2**30
 """Shared memory below this size is too small for the ring of a real model."""
@@ -134,14 +139,17 @@ def _limit(value: int) -> str:
 
 
 def _huge_pages() -> _Finding:
-    """Look at the option of the mount: the kernel's `shmem_enabled` is for memory without a name."""
-    if not (_SHARED_MEMORY.exists() and _MOUNTS.exists()):
-        return "absent", f"nothing is known of {_SHARED_MEMORY}"
-    device = _SHARED_MEMORY.stat().st_dev
-    option = re.search(rf" {os.major(device)}:{os.minor(device)} .*\bhuge=(\w+)", _MOUNTS.read_text())
-    found = f"huge={option[1] if option else 'never'} in {_SHARED_MEMORY}"
-    advice = f"`mount -o remount,huge=within_size {_SHARED_MEMORY}` where it is a tmpfs, for faster starts and restarts"
-    return ("good", found) if option and option[1] in ("always", "within_size") else ("absent", found, advice)
+    """Try: a kernel may give them whatever the mount says, and another may not although it could."""
+    size = huge_page_nbytes()
+    if not (size and _SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK)):
+        return "absent", f"none of this kernel in {_SHARED_MEMORY}"
+    with tempfile.TemporaryFile(dir=_SHARED_MEMORY) as file:
+        file.truncate(size)
+        taken = take_huge_pages(file.fileno(), map_file(file.fileno()))
+    if taken:
+        return "good", f"rings in {_SHARED_MEMORY} have pages of {size_text(size)}"
+    advice = f"Linux 6.1 or newer, or `mount -o remount,huge=within_size {_SHARED_MEMORY}` where it is a tmpfs"
+    return "slower", f"{_SHARED_MEMORY} gives none: starts, restarts and copies are slower", advice
 
 
 def _mapping_ahead() -> _Finding:

@@ -2,7 +2,8 @@
 
 Reserved memory is not mapped memory: the first write to every page is a fault, at a sixth of the speed of later writes.
 So a background thread maps the pages ahead; it changes no byte and so may run while the memory is in use. With several
-memory nodes, pages are requested from the node next to the device.
+memory nodes, pages are requested from the node next to the device. Files of a tmpfs get huge pages where the kernel can
+give them (`take_huge_pages`): then there is next to nothing to map, and nothing to unmap when the process dies.
 
 A segment of 80,000 records is digested in one call of the compiled part: in Python it takes as many calls, between
 which the interpreter lock goes to and fro. The compiled part calls XXH3 in the `xxhash` package, by the addresses of that
@@ -21,6 +22,7 @@ import mmap
 import os
 import platform
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +31,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 import xxhash
 from torch import Tensor
 
@@ -39,8 +42,13 @@ from lightning_moe_ckpt.native._prototypes import Xxh3
 
 log = rank_logger(__name__)
 
-_MADV_POPULATE_WRITE = 23
-"""Linux 5.14 and later; Python's mmap has no name for it."""
+_MADV_POPULATE_WRITE, _MADV_COLLAPSE = 23, 25
+"""Linux 5.14 and 6.1 and later; Python's mmap has no names for them."""
+_PROT_NONE, _MAP_FIXED = 0, 0x10
+_HUGE_PAGE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
+_PATIENCE_SECONDS, _LEAST_SPEED = 0.25, 2**30
+"""Huge pages come at 10 GB/s and more; where memory is fragmented the kernel moves pages for them, which is given up below
+this many bytes per second."""
 _STEP_NBYTES = 64 * 2**20
 """Bytes mapped per call; limits the time of stopping."""
 _MAX_THREADS = 8
@@ -163,11 +171,56 @@ def populate(address: int, nbytes: int) -> bool:
     there is no memory left.
     """
     start = address - address % mmap.PAGESIZE
-    code = _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(address + nbytes - start), _MADV_POPULATE_WRITE)
+    code = _libc().madvise(start, address + nbytes - start, _MADV_POPULATE_WRITE)
     number = ctypes.get_errno() if code else 0
     if number not in (0, errno.EINVAL, errno.ENOSYS):
         raise OSError(number, f"mapping {nbytes} bytes ahead: {os.strerror(number)}")
     return number == 0
+
+
+def map_file(descriptor: int) -> Tensor:
+    """Map a whole file, which must not be empty, as uint8; the mapping ends with the last view, and keeps no descriptor.
+    It begins at a multiple of the size of huge pages, without which they would be mapped in small ones. Raises `OSError`.
+    """
+    libc, nbytes, unit = _libc(), os.fstat(descriptor).st_size, max(huge_page_nbytes(), mmap.PAGESIZE)
+    anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    reserved: int = libc.mmap(None, nbytes + unit, _PROT_NONE, anonymous, -1, 0)
+    start = reserved + -reserved % unit
+    both, shared = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+    if _MAP_FAILED in (reserved, libc.mmap(start, nbytes, both, shared, descriptor, 0)):
+        raise OSError(number := ctypes.get_errno(), f"mapping {nbytes} bytes: {os.strerror(number)}")
+    end = start + nbytes + -nbytes % mmap.PAGESIZE
+    for first, stop in ((reserved, start), (end, reserved + nbytes + unit)):
+        if stop > first:
+            libc.munmap(first, stop - first)
+    memory = (ctypes.c_ubyte * nbytes).from_address(start)
+    weakref.finalize(memory, libc.munmap, start, nbytes).atexit = False
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def take_huge_pages(descriptor: int, memory: Tensor) -> int:
+    """Give a new file of a tmpfs, mapped as `memory`, huge pages, whatever the option `huge` of its mount. Returns how
+    many of its first bytes have them now: 0 before Linux 6.1 and on other file systems. Raises `OSError` if the tmpfs is full.
+    """
+    unit, base, done, began = huge_page_nbytes(), memory.data_ptr(), 0, time.perf_counter()
+    whole = memory.nbytes // unit * unit if unit else 0
+    while done < whole and time.perf_counter() - began < _PATIENCE_SECONDS + done / _LEAST_SPEED:
+        size = min(max(unit, _STEP_NBYTES), whole - done)
+        for start in range(done, done + size, unit):
+            os.posix_fallocate(descriptor, start, mmap.PAGESIZE)  # the kernel passes over ranges without any page
+        if _libc().madvise(base + done, size, _MADV_COLLAPSE):
+            break
+        done += size
+    return done
+
+
+@functools.cache
+def huge_page_nbytes() -> int:
+    """Return the bytes of a huge page; 0 if the kernel has none."""
+    try:
+        return int(_HUGE_PAGE.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return 0
 
 
 def prefer_node(address: int, nbytes: int, node: int) -> bool:
@@ -204,7 +257,14 @@ def node_of_pci_device(bus_id: str) -> int | None:
 
 @functools.cache
 def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)  # every call drops the interpreter lock
+    libc = ctypes.CDLL(None, use_errno=True)  # every call drops the interpreter lock
+    size, number, place = ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p
+    libc.mmap.restype, libc.mmap.argtypes = place, (place, size, number, number, number, ctypes.c_long)
+    libc.munmap.argtypes, libc.madvise.argtypes = (place, size), (place, size, number)
+    return libc
+
+
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 _HEX = 32

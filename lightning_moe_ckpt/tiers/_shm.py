@@ -32,16 +32,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import mmap
 import os
 import re
 import stat
-import sys
 import tempfile
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -50,6 +48,7 @@ from typing_extensions import Self
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.errors import ConfigurationError, Corrupt
+from lightning_moe_ckpt.native import map_file, take_huge_pages
 from lightning_moe_ckpt.storage import GenerationId
 
 log = rank_logger(__name__)
@@ -115,8 +114,11 @@ class SharedFile:
             raise _unusable(path.parent, error) from error
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(descriptor, nbytes)
+            memory = map_file(descriptor)
+            take_huge_pages(descriptor, memory)
             os.posix_fallocate(descriptor, 0, nbytes)
-            return cls._mapped(path, descriptor)
+            return cls._owned(path, descriptor, memory)
         except OSError as error:
             path.unlink(missing_ok=True)
             os.close(descriptor)
@@ -145,15 +147,10 @@ class SharedFile:
             if status.st_nlink == 0:
                 raise FileNotFoundError(errno.ENOENT, "removed meanwhile", str(path))
             raise Corrupt(f"{path}: is empty. Its process died while it reserved memory; it can be removed.")
-        return cls._mapped(path, descriptor)
+        return cls._owned(path, descriptor, map_file(descriptor))
 
     @classmethod
-    def _mapped(cls, path: Path, descriptor: int) -> Self:
-        # Never close this mapping by hand: `frombuffer` holds the object but no buffer, so tensors would dangle.
-        # The mapping must not keep a descriptor of its own either: the last view would close it at an unknown time.
-        untracked: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
-        mapping = mmap.mmap(descriptor, 0, **untracked)
-        memory = torch.frombuffer(mapping, dtype=torch.uint8)
+    def _owned(cls, path: Path, descriptor: int, memory: Tensor) -> Self:
         file = cls(path=path, memory=memory, descriptor=descriptor)
         _held[_file_id(descriptor)] = file
         return file

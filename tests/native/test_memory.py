@@ -12,18 +12,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_moe_ckpt.native import Preparation, _library
+from lightning_moe_ckpt.native import Preparation, _host_memory, _library
 from lightning_moe_ckpt.native._cpu import CompiledCpuEngine
 from lightning_moe_ckpt.native._host_memory import (
     PageLocks,
+    huge_page_nbytes,
+    map_file,
     node_of_pci_device,
     num_nodes,
     populate,
     prefer_node,
     preparing_threads,
+    take_huge_pages,
 )
 from lightning_moe_ckpt.session import _dense
-from lightning_moe_ckpt.tiers import SegmentRing
+from lightning_moe_ckpt.tiers import SegmentRing, shared_directory
 
 NBYTES = 64 * mmap.PAGESIZE
 
@@ -69,6 +72,64 @@ def test_a_large_snapshot_of_everything_meets_pages_that_are_there(monkeypatch: 
     whole = memory[first : first + 2**21 - mmap.PAGESIZE]
     assert _resident_pages(whole) == whole.nbytes // mmap.PAGESIZE
     assert not memory.any()
+
+
+def _file(folder: Path, nbytes: int) -> int:
+    descriptor = os.open(folder, os.O_RDWR | os.O_TMPFILE)
+    os.ftruncate(descriptor, nbytes)
+    return descriptor
+
+
+@pytest.mark.parametrize("nbytes", [1, mmap.PAGESIZE, 2**21, 5 * 2**20 + 123])
+def test_a_mapped_file_goes_with_its_last_view(tmp_path: Path, nbytes: int) -> None:
+    """What is written is in the file, also behind the end of its descriptor; huge pages would fit."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(nbytes))
+    descriptor = os.open(path, os.O_RDWR)
+    memory = map_file(descriptor)
+    os.close(descriptor)
+    assert (len(memory), memory.data_ptr() % (huge_page_nbytes() or mmap.PAGESIZE)) == (nbytes, 0)
+    view = memory[-1:]
+    del memory
+    view.fill_(7)
+    assert _is_mapped(path)
+    assert path.read_bytes() == bytes(nbytes - 1) + b"\7"
+    del view
+    assert not _is_mapped(path)
+
+
+def test_an_empty_file_is_not_mapped(tmp_path: Path) -> None:
+    descriptor = _file(tmp_path, 0)
+    with pytest.raises(OSError, match="mapping 0 bytes"):
+        map_file(descriptor)
+    os.close(descriptor)
+
+
+def test_a_tmpfs_gives_huge_pages_whatever_its_mount_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the end, which is no whole page; they are there, zeroed, and mapped as one."""
+    unit = huge_page_nbytes()
+    descriptor = _file(shared_directory(), 3 * unit + mmap.PAGESIZE)
+    memory = map_file(descriptor)
+    if not unit or not (taken := take_huge_pages(descriptor, memory)):
+        pytest.skip("huge pages of files need Linux 6.1, and a tmpfs")
+    entry = Path("/proc/self/smaps").read_text().partition(f"{memory.data_ptr():x}-")[2]
+    assert (taken, "ShmemPmdMapped:" in entry) == (3 * unit, True)
+    assert int(entry.partition("ShmemPmdMapped:")[2].split()[0]) << 10 == 3 * unit
+    assert os.fstat(descriptor).st_blocks * 512 == 3 * unit
+    assert not memory.any()
+    monkeypatch.setattr(_host_memory, "_PATIENCE_SECONDS", -1.0)
+    assert take_huge_pages(descriptor, memory) == 0, "a kernel that takes long is not waited for"
+    os.close(descriptor)
+
+
+def test_other_files_have_no_huge_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where the kernel refuses, nor where it knows of none."""
+    monkeypatch.setattr(_host_memory, "_MADV_COLLAPSE", 999)
+    descriptor = _file(tmp_path, 2 * (huge_page_nbytes() or 2**21))
+    assert take_huge_pages(descriptor, map_file(descriptor)) == 0
+    monkeypatch.setattr(_host_memory, "huge_page_nbytes", lambda: 0)
+    assert take_huge_pages(descriptor, map_file(descriptor)) == 0
+    os.close(descriptor)
 
 
 def test_memory_that_is_not_mapped_is_an_error() -> None:
