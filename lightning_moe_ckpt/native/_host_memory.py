@@ -111,12 +111,16 @@ class Preparation:
         base, nbytes = self._buffer.data_ptr(), self._buffer.nbytes
         if self._node is not None:
             prefer_node(base, nbytes, self._node)
+        huge = True
         with ThreadPoolExecutor(self._threads, "moe-ckpt-prepare") as pool:
             for start in range(0, nbytes, self._step_nbytes):
                 if self._stopped.is_set():
                     return
                 size = min(self._step_nbytes, nbytes - start)
-                list(pool.map(populate, *zip(*_shares(base + start, size, self._threads), strict=True)))
+                shares = [*zip(*_shares(base + start, size, self._threads), strict=True)]
+                # Where one is refused, looking for room for others would take long.
+                huge = huge and all([*pool.map(_collapse, *shares)])
+                list(pool.map(populate, *shares))
                 if self._per_step is not None:
                     self._per_step(base + start, size)
         if self._done is not None:
@@ -198,9 +202,17 @@ def map_file(descriptor: int) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
+def _collapse(address: int, nbytes: int) -> bool:
+    """Put the whole huge pages of a range in the place of small ones; no byte changes. Returns whether the kernel did."""
+    unit = huge_page_nbytes() or nbytes + 1
+    start, end = address + -address % unit, (address + nbytes) // unit * unit
+    return end <= start or _libc().madvise(start, end - start, _MADV_COLLAPSE) == 0
+
+
 def take_huge_pages(descriptor: int, memory: Tensor) -> int:
     """Give a new file of a tmpfs, mapped as `memory`, huge pages, whatever the option `huge` of its mount. Returns how
-    many of its first bytes have them now: 0 before Linux 6.1 and on other file systems. Raises `OSError` if the tmpfs is full.
+    many of its first bytes have them now: 0 before Linux 6.1 and on other file systems; `Preparation` goes on behind them. Raises
+    `OSError` if the tmpfs is full.
     """
     unit, base, done, began = huge_page_nbytes(), memory.data_ptr(), 0, time.perf_counter()
     whole = memory.nbytes // unit * unit if unit else 0
@@ -208,7 +220,7 @@ def take_huge_pages(descriptor: int, memory: Tensor) -> int:
         size = min(max(unit, _STEP_NBYTES), whole - done)
         for start in range(done, done + size, unit):
             os.posix_fallocate(descriptor, start, mmap.PAGESIZE)  # the kernel passes over ranges without any page
-        if _libc().madvise(base + done, size, _MADV_COLLAPSE):
+        if not _collapse(base + done, size):
             break
         done += size
     return done

@@ -74,6 +74,12 @@ def test_a_large_snapshot_of_everything_meets_pages_that_are_there(monkeypatch: 
     assert not memory.any()
 
 
+def _huge_nbytes(memory: Tensor) -> int:
+    """Bytes of a mapped file that are mapped in huge pages."""
+    entry = Path("/proc/self/smaps").read_text().partition(f"{memory.data_ptr():x}-")[2]
+    return int(entry.partition("ShmemPmdMapped:")[2].split()[0]) << 10
+
+
 def _file(folder: Path, nbytes: int) -> int:
     descriptor = os.open(folder, os.O_RDWR | os.O_TMPFILE)
     os.ftruncate(descriptor, nbytes)
@@ -112,14 +118,29 @@ def test_a_tmpfs_gives_huge_pages_whatever_its_mount_says(monkeypatch: pytest.Mo
     memory = map_file(descriptor)
     if not unit or not (taken := take_huge_pages(descriptor, memory)):
         pytest.skip("huge pages of files need Linux 6.1, and a tmpfs")
-    entry = Path("/proc/self/smaps").read_text().partition(f"{memory.data_ptr():x}-")[2]
-    assert (taken, "ShmemPmdMapped:" in entry) == (3 * unit, True)
-    assert int(entry.partition("ShmemPmdMapped:")[2].split()[0]) << 10 == 3 * unit
+    assert taken == _huge_nbytes(memory) == 3 * unit
     assert os.fstat(descriptor).st_blocks * 512 == 3 * unit
     assert not memory.any()
     monkeypatch.setattr(_host_memory, "_PATIENCE_SECONDS", -1.0)
     assert take_huge_pages(descriptor, memory) == 0, "a kernel that takes long is not waited for"
     os.close(descriptor)
+
+
+def test_a_preparation_goes_on_with_huge_pages() -> None:
+    """Whole ones within a buffer, beside what is written there already; the rest is mapped in small pages."""
+    unit = huge_page_nbytes()
+    descriptor = _file(shared_directory(), 3 * unit)
+    os.posix_fallocate(descriptor, 0, 3 * unit)
+    memory = map_file(descriptor)
+    memory[unit // 2 :: unit] = 7
+    preparation = Preparation(memory[mmap.PAGESIZE :])
+    preparation.wait()
+    os.close(descriptor)
+    if not (huge := _huge_nbytes(memory)):
+        pytest.skip("huge pages of files need Linux 6.1, and a tmpfs")
+    assert huge == 2 * unit
+    assert (memory.sum(), memory[unit + unit // 2]) == (3 * 7, 7)
+    assert _resident_pages(memory) == 3 * unit // mmap.PAGESIZE
 
 
 def test_other_files_have_no_huge_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
