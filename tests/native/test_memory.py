@@ -139,7 +139,7 @@ def test_a_preparation_goes_on_with_huge_pages() -> None:
     if not (huge := _huge_nbytes(memory)):
         pytest.skip("huge pages of files need Linux 6.1, and a tmpfs")
     assert huge == 2 * unit
-    assert (memory.sum(), memory[unit + unit // 2]) == (3 * 7, 7)
+    assert (int(memory.sum()), int(memory[unit + unit // 2])) == (3 * 7, 7)
     assert _resident_pages(memory) == 3 * unit // mmap.PAGESIZE
 
 
