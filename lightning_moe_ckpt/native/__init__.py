@@ -33,6 +33,7 @@ from lightning_moe_ckpt.native._host_memory import Preparation as Preparation
 from lightning_moe_ckpt.native._host_memory import Ranges as Ranges
 from lightning_moe_ckpt.native._host_memory import Spelled as Spelled
 from lightning_moe_ckpt.native._host_memory import append as append
+from lightning_moe_ckpt.native._host_memory import host_buffer as host_buffer
 from lightning_moe_ckpt.native._host_memory import map_file as map_file
 from lightning_moe_ckpt.native._host_memory import read_records as read_records
 from lightning_moe_ckpt.native._host_memory import spell_rows as spell_rows

@@ -21,13 +21,7 @@ import torch
 
 from lightning_moe_ckpt._units import size_text
 from lightning_moe_ckpt.native._choice import USES, verdict
-from lightning_moe_ckpt.native._host_memory import (
-    huge_page_nbytes,
-    map_file,
-    num_nodes,
-    populate,
-    take_huge_pages,
-)
+from lightning_moe_ckpt.native._host_memory import huge_page_nbytes, map_file, num_nodes, populate, take_huge_pages
 from lightning_moe_ckpt.native._library import Library, cuda, explain
 
 PartState = Literal["good", "slower", "absent"]
@@ -138,25 +132,17 @@ def _limit(value: int) -> str:
     return "unlimited" if value == resource.RLIM_INFINITY else size_text(value)
 
 
-def _huge_pages() -> _Finding:
-    """Try: a kernel may give them whatever the mount says, and another may not although it could."""
-    size = huge_page_nbytes()
-    if not (size and _SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK)):
-        return "absent", f"none of this kernel in {_SHARED_MEMORY}"
+def _pages() -> _Finding:
+    """Try what rings get: a kernel may give huge pages whatever the mount says, and another may not although it could."""
+    if not (_SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK)):
+        return "absent", f"no {_SHARED_MEMORY} to try"
     with tempfile.TemporaryFile(dir=_SHARED_MEMORY) as file:
-        file.truncate(size)
-        taken = take_huge_pages(file.fileno(), map_file(file.fileno()))
-    if taken:
-        return "good", f"rings in {_SHARED_MEMORY} have pages of {size_text(size)}"
-    advice = f"Linux 6.1 or newer, or `mount -o remount,huge=within_size {_SHARED_MEMORY}` where it is a tmpfs"
-    return "slower", f"{_SHARED_MEMORY} gives none: starts, restarts and copies are slower", advice
-
-
-def _mapping_ahead() -> _Finding:
-    memory = torch.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), dtype=torch.uint8)
-    if populate(memory.data_ptr(), memory.nbytes):
-        return "good", "MADV_POPULATE_WRITE works"
-    return "slower", "no MADV_POPULATE_WRITE; the first copies into a ring are slow", "Linux 5.14 or newer"
+        file.truncate(huge_page_nbytes() or mmap.PAGESIZE)
+        if taken := take_huge_pages(file.fileno(), memory := map_file(file.fileno())):
+            return "good", f"rings in {_SHARED_MEMORY} have pages of {size_text(taken)}"
+        ahead = "" if populate(memory.data_ptr(), memory.nbytes) else ", nor can pages be mapped ahead (Linux 5.14)"
+    found = f"no huge pages in {_SHARED_MEMORY}{ahead}: starts, restarts and the first copies take longer"
+    return "slower", found, f"Linux 6.1, or `mount -o remount,huge=within_size {_SHARED_MEMORY}` where it is a tmpfs"
 
 
 _LOOKS: dict[str, Callable[[], _Finding]] = {
@@ -165,7 +151,6 @@ _LOOKS: dict[str, Callable[[], _Finding]] = {
     "CUDA devices": _driver,
     "shared memory": _shared_memory,
     "locked memory": _locked_memory,
-    "huge pages": _huge_pages,
+    "huge pages": _pages,
     "memory nodes": lambda: ("good", str(num_nodes())),
-    "mapping ahead": _mapping_ahead,
 }

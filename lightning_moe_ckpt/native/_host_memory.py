@@ -44,6 +44,7 @@ log = rank_logger(__name__)
 
 _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 23, 25
 """Linux 5.14 and 6.1 and later; Python's mmap has no names for them."""
+_MADV_HUGEPAGE = 14
 _PROT_NONE, _MAP_FIXED = 0, 0x10
 _HUGE_PAGE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 _PATIENCE_SECONDS, _LEAST_SPEED = 0.25, 2**30
@@ -202,11 +203,23 @@ def map_file(descriptor: int) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
+def host_buffer(nbytes: int) -> Tensor:
+    """Return uint8 memory with any contents, in huge pages where it is large: faults of small ones take longer than to fill them."""
+    buffer = torch.empty(nbytes, dtype=torch.uint8)
+    _advise(buffer.data_ptr(), nbytes, _MADV_HUGEPAGE)
+    return buffer
+
+
 def _collapse(address: int, nbytes: int) -> bool:
-    """Put the whole huge pages of a range in the place of small ones; no byte changes. Returns whether the kernel did."""
+    """Put huge pages in the place of small ones; no byte changes. Returns whether the kernel did."""
+    return _advise(address, nbytes, _MADV_COLLAPSE)
+
+
+def _advise(address: int, nbytes: int, advice: int) -> bool:
+    """Give advice on the whole huge pages of a range. Returns whether the kernel follows it."""
     unit = huge_page_nbytes() or nbytes + 1
     start, end = address + -address % unit, (address + nbytes) // unit * unit
-    return end <= start or _libc().madvise(start, end - start, _MADV_COLLAPSE) == 0
+    return end <= start or _libc().madvise(start, end - start, advice) == 0
 
 
 def take_huge_pages(descriptor: int, memory: Tensor) -> int:

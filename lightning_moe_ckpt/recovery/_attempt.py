@@ -30,6 +30,7 @@ import numpy as np
 import torch
 
 from lightning_moe_ckpt._logging import rank_logger
+from lightning_moe_ckpt.native import host_buffer
 from lightning_moe_ckpt.recovery._assembly import Assembly, Exhausted, Place, Wanted
 from lightning_moe_ckpt.recovery._index import (
     PARAM,
@@ -206,7 +207,7 @@ class RestoreAttempt:
         while (sources := self._agree(sizes) if self.is_partial else {}) is not None:
             chosen = self._describe(sources, sizes) if self.is_partial else RestorePlan()
             layouts = list(lay_out(chosen))
-            buffers = [torch.empty(layout.nbytes, dtype=torch.uint8) for layout in layouts]
+            buffers = [host_buffer(layout.nbytes) for layout in layouts]
             own = {expert: sources[expert] for expert in sizes if expert in sources}
             if self.is_partial:
                 assemblies, broken = self._assemblies(marker.steps, layouts, buffers, own)

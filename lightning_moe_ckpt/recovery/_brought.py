@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import Corrupt, IdentityMismatch
 from lightning_moe_ckpt.journal import Journal, decode_journal
+from lightning_moe_ckpt.native import host_buffer
 from lightning_moe_ckpt.recovery._cut import BUFFER, FULL, HeldByTensor, HeldRecord
 from lightning_moe_ckpt.recovery._index import LinkSource, Replicas
 from lightning_moe_ckpt.recovery._inventory import Replica, Version
@@ -164,7 +165,7 @@ def fit_imported(brought: BroughtRecords, tensors: Sequence[HeldRecord], module:
             other = SegmentLayout.of_columns(
                 [NameColumns.of(layout.names)], KindColumns.of(kinds), metadata=SEGMENT_METADATA, header_nbytes=0
             )
-            buffer_U8 = torch.empty(other.nbytes, dtype=torch.uint8)
+            buffer_U8 = host_buffer(other.nbytes)
             for name in layout.names:
                 other.view(buffer_U8, name).copy_(layout.view(brought.buffers[number], name))
             brought.places[place], brought.buffers[number] = (number, other), buffer_U8

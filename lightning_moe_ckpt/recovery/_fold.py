@@ -23,13 +23,12 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.errors import CheckpointError, Corrupt
 from lightning_moe_ckpt.journal import Journal, decode_journal
-from lightning_moe_ckpt.native import AdamState, AdamStep, replay_adam, unpack_gradient
+from lightning_moe_ckpt.native import AdamState, AdamStep, host_buffer, replay_adam, unpack_gradient
 from lightning_moe_ckpt.operators import RecordKind
 from lightning_moe_ckpt.policies import Plan
 from lightning_moe_ckpt.recovery._assembly import Assembly, Read
@@ -185,7 +184,7 @@ class _Brought:
         self.journal: Journal = {}
         try:
             self.layout: SegmentLayout = stored_layout([sources[0].entry])
-            self.segment: Tensor = torch.empty(self.layout.nbytes, dtype=torch.uint8)
+            self.segment: Tensor = host_buffer(self.layout.nbytes)
             wanted = neighbours([sources[0].entry], self.layout, sources[0].copies)
             assert wanted is not None, "a layout is that of its own entry"
             for source in sources[1:]:

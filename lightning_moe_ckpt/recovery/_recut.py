@@ -22,6 +22,7 @@ from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import Corrupt, IdentityMismatch, StorageError
 from lightning_moe_ckpt.journal import Journal, encode, encode_journal
+from lightning_moe_ckpt.native import host_buffer
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.recovery._assembly import Assembly, Place, Wanted
 from lightning_moe_ckpt.recovery._attempt import COMMITS, RestorePlan
@@ -333,7 +334,7 @@ class Recut:
             names = NameColumns.of([each.record.name for each in records])
             kinds = KindColumns.of([(dtype_of(each.record.dtype), (each.record.numel,)) for each in records])
             layout = SegmentLayout.of_columns([names], kinds, metadata=SEGMENT_METADATA, header_nbytes=0)
-            buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
+            buffer = host_buffer(layout.nbytes)
             brought.add(owner, at, buffer, layout)
             wanted: dict[str, list[Wanted]] = {}
             for each, (start, nbytes) in zip(records, layout.places, strict=True):
@@ -465,7 +466,7 @@ class Recut:
         rank, view = self._exchange.rank, layout.steps[0].view
         has_state = dict.fromkeys(view.params, True)
         said = self._exchange.gather_values([step.durable.records(has_state)[0].decode() for step in layout.steps])
-        segments = [torch.zeros(step.durable.segment.nbytes, dtype=torch.uint8) for step in layout.steps]
+        segments = [host_buffer(step.durable.segment.nbytes).zero_() for step in layout.steps]
         owners = buffer_owners(brought, self._exchange.world_size)
         wanted = [
             HeldRecord.of(each, other, at, owners.get((each.fqn, other), 0))

@@ -30,7 +30,7 @@ from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import Corrupt
 from lightning_moe_ckpt.journal import Journal, decode_journal
-from lightning_moe_ckpt.native import Column, Copy, CopyEngine, copy_through
+from lightning_moe_ckpt.native import Column, Copy, CopyEngine, copy_through, host_buffer
 from lightning_moe_ckpt.operators import RecordKind, Region, complete, follow, memory_of, with_memory
 from lightning_moe_ckpt.parallel import ParallelGroups
 from lightning_moe_ckpt.recovery._cut import UNITS
@@ -302,7 +302,7 @@ class Replay:
         offsets, sizes = SegmentLayout.placed(table.kinds)
         nbytes, is_own = int(offsets[-1] + sizes[-1]), writer == self.groups.rank
         start = layout.first_byte(region) if is_own else 0
-        source = segment[start : start + nbytes] if is_own else torch.empty(nbytes, dtype=torch.uint8)
+        source = segment[start : start + nbytes] if is_own else host_buffer(nbytes)
         if len(region) == 1:
             return _Sent(table, source, is_own, lambda: source)
         group = self.groups.among(region)

@@ -12,7 +12,7 @@ from lightning_moe_ckpt.native import _doctor, _library, examine
 
 NAMES = [
     *("compiled CPU part", "compiled CUDA part", "C++ compiler", "CUDA compiler", "CUDA devices"),
-    *("shared memory", "locked memory", "huge pages", "memory nodes", "mapping ahead"),
+    *("shared memory", "locked memory", "huge pages", "memory nodes"),
 ]
 
 
@@ -44,26 +44,25 @@ def test_switched_off_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_missing_comes_with_what_follows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No compiler, no shared memory, a kernel that cannot map ahead."""
+    """No compiler, no shared memory."""
     monkeypatch.setenv("CXX", "/no/such/compiler")
     monkeypatch.setattr(_doctor, "_SHARED_MEMORY", tmp_path / "nowhere")
-    monkeypatch.setattr(_doctor, "populate", lambda *_: False)
     found = {each.name: each for each in examine()}
     assert (found["C++ compiler"].state, found["C++ compiler"].advice) == ("absent", "needed to build")
     assert found["shared memory"].advice == "mount a tmpfs there"
-    assert found["mapping ahead"].advice == "Linux 5.14 or newer"
     assert (found["huge pages"].state, found["huge pages"].advice) == ("absent", "")
 
 
-@pytest.mark.parametrize("taken", [0, 2**21])
-def test_huge_pages_are_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, taken: int) -> None:
+@pytest.mark.parametrize(("taken", "ahead"), [(0, True), (0, False), (2**21, True)])
+def test_huge_pages_are_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, taken: int, ahead: bool) -> None:
     """The remedy is said where there are none; nothing is left behind."""
     monkeypatch.setattr(_doctor, "_SHARED_MEMORY", tmp_path)
-    monkeypatch.setattr(_doctor, "huge_page_nbytes", lambda: 2**21)
     monkeypatch.setattr(_doctor, "take_huge_pages", lambda *_: taken)
+    monkeypatch.setattr(_doctor, "populate", lambda *_: ahead)
     (found,) = (each for each in examine() if each.name == "huge pages")
     assert (found.state, "huge=within_size" in found.advice) == (("good", False) if taken else ("slower", True))
     assert str(tmp_path) in found.found
+    assert ("mapped ahead" in found.found) == (not ahead)
     assert not [*tmp_path.iterdir()]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import resource
 import threading
 from pathlib import Path
 
@@ -15,7 +16,9 @@ from torch import Tensor
 from lightning_moe_ckpt.native import Preparation, _host_memory, _library
 from lightning_moe_ckpt.native._cpu import CompiledCpuEngine
 from lightning_moe_ckpt.native._host_memory import (
+    _HUGE_PAGE,
     PageLocks,
+    host_buffer,
     huge_page_nbytes,
     map_file,
     node_of_pci_device,
@@ -263,3 +266,14 @@ def test_a_ring_is_given_back_whole(tmp_path: Path, explicitly: bool) -> None:
     del slot, ring
     assert not _is_mapped(path)
     assert not path.exists()
+
+
+@pytest.mark.parametrize("nbytes", [0, 5, 2**21, 64 * 2**20 + 123])
+def test_buffers_hold_what_is_written(nbytes: int) -> None:
+    """Faults come once per huge page where the kernel has free ones, and lets a process ask for them."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    buffer = host_buffer(nbytes).fill_(7)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    assert (len(buffer), int(buffer.sum(dtype=torch.int64))) == (nbytes, 7 * nbytes)
+    if nbytes > 2**25 and "[never]" not in _HUGE_PAGE.with_name("enabled").read_text():
+        assert faults < nbytes // mmap.PAGESIZE // 2
