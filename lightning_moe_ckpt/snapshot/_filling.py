@@ -79,8 +79,9 @@ class StepColumns:
         flags, packed = (_column(key == of for _, key in of_rows)[row].astype(bool) for of in (PRESENT, PACKED))
         self._pack(packed)
         self._itemsize = _column(dtype.itemsize for dtype in self._dtypes)[self._dtype]
-        self._headers = [torch.frombuffer(bytearray(file.segment.header), dtype=torch.uint8) for file in files]
-        self._header_offset = _column(file.start for file in files)
+        headed = [file for file in files if not file.is_mirror]
+        self._headers = [torch.frombuffer(bytearray(file.segment.header), dtype=torch.uint8) for file in headed]
+        self._header_offset = _column(file.start for file in headed)
         places = [_places(file) for file in files]
         own = [place[:, : len(file.table.row)] for place, file in zip(places, files, strict=True)]
         self._offset, _, own_gap = np.concatenate(own, axis=1)

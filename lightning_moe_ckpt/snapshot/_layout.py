@@ -271,8 +271,8 @@ class FileLayout:
     """A file of one boundary: every writer's shards by region, in stored order, and the places of this rank's tensors.
 
     `journal_nbytes` is the capacity of the journal record; `None` for a file without buffers and journal. The file
-    begins at the byte `start` of its step's memory. `packed` has bytes of compressed gradients by shard; there is room
-    for the most where they are not known.
+    begins at the byte `start` of its step's memory, with a header unless `is_mirror`: only its records are sent. `packed` has
+    bytes of compressed gradients by shard; there is room for the most where they are not known.
     """
 
     def __init__(
@@ -285,9 +285,10 @@ class FileLayout:
         audience: Audience = "durable",
         start: int = 0,
         packed: Mapping[str, int] | None = None,
+        is_mirror: bool = False,
     ) -> None:
         self.view, self.groups, self.audience, self.start = view, groups, audience, start
-        self._packed = packed
+        self._packed, self.is_mirror = packed, is_mirror
         self.shards = {region: list(shards[region]) for region in sorted(shards, key=lambda each: (-len(each), each))}
         self._written: dict[tuple[Region, int], ShardTable] = {}
         own = [self.written(region, groups.rank) for region in self.shards]
@@ -299,7 +300,8 @@ class FileLayout:
         number = np.concatenate([kinds.number, others.number + len(kinds.distinct)])
         kinds = KindColumns([*kinds.distinct, *others.distinct], number)
         names = [self.table.names, NameColumns.of(self._local)]
-        self.segment = SegmentLayout.of_columns(names, kinds, metadata=SEGMENT_METADATA)
+        header_nbytes = 0 if is_mirror else None
+        self.segment = SegmentLayout.of_columns(names, kinds, metadata=SEGMENT_METADATA, header_nbytes=header_nbytes)
         self.stop = start + self.segment.nbytes
         """End of the file in its step's memory."""
 
@@ -320,8 +322,9 @@ class FileLayout:
     def mirror(self, writer: int, ranks: Collection[int], *, start: int) -> FileLayout | None:
         """Return the layout of `writer`'s shards in regions with all these ranks, with equal gaps; `None` if there are none."""
         shards = {each: [shard for shard in self.shards[each] if shard.writer == writer] for each in self.common(ranks)}
-        groups = replace(self.groups, rank=writer)
-        return FileLayout(shards, self.view, groups, None, start=start) if any(shards.values()) else None
+        if not any(shards.values()):
+            return None
+        return FileLayout(shards, self.view, replace(self.groups, rank=writer), None, start=start, is_mirror=True)
 
     def run(self, ranks: Collection[int] | None = None) -> tuple[int, int] | None:
         """Return first byte, and the byte after the last, of this rank's shards in regions with all these ranks, or in all."""
