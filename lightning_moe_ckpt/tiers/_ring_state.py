@@ -231,22 +231,10 @@ class Generation:
 
 
 class RingState:
-    """State of a ring. Private methods that change it expect the lock to be held. Without a header, slots have `slot_nbytes`."""
+    """State of a ring. Private methods that change it expect the lock to be held."""
 
-    def __init__(
-        self,
-        path: Path,
-        memory: Tensor,
-        slot_nbytes: int,
-        *,
-        file: SharedFile | None = None,
-        header: RingHeader | None = None,
-    ) -> None:
-        self.path, self._file = path, file
-        self.header = header or RingHeader(
-            nonce="", slot_nbytes=slot_nbytes, num_slots=memory.numel() // slot_nbytes, origin=""
-        )
-        """Number and sizes of the slots."""
+    def __init__(self, path: Path, memory: Tensor, header: RingHeader, file: SharedFile | None = None) -> None:
+        self.path, self._file, self.header = path, file, header
         self._memory: Tensor | None = memory
         self._lock = threading.Lock()
         self._unlinked = False
