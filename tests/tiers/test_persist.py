@@ -72,9 +72,8 @@ def segment(
     ]  # fmt: skip
     view = memoryview(memory.numpy().data)[: LAYOUT.nbytes]
     named = of if of is not None else generation(step)
-    return SealedSegment.of_file(
-        SealedFile(generation=named, rank=rank, step=step, view=view, records=RecordRows(entries))
-    )
+    file = SealedFile(generation=named, rank=rank, step=step, view=view, records=RecordRows(entries))
+    return SealedSegment(files=[file], view=view)
 
 
 class Pages(bytearray):
