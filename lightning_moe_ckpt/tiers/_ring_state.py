@@ -24,7 +24,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +91,7 @@ class SlotPool:
         """
         slots, at = -(-nbytes // self._header.slot_nbytes), -1 if beside is None else beside // self.block
         if beside is None or self._next[at] + slots > (at + 1) * self.block:
-            at = 0
-            while at in self._live:
-                at += 1
+            at = next(at for at in count() if at not in self._live)
             if at == self._num_blocks or slots > self.block:
                 return None
             self._next[at] = at * self.block
