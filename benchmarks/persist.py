@@ -182,7 +182,7 @@ def _persist(store: RunStore, worker: PersistWorker, segments: list[tuple[memory
     worker.begin(WriteRequest(generation=generation, plan_hash="bench", plan_json="{}", num_segments=len(segments)))
     for index, (view, rows) in enumerate(segments):
         file = SealedFile(generation=generation, rank=0, step=step + index, view=view, records=rows)
-        worker.add(generation, SealedSegment.of_file(file))
+        worker.add(generation, SealedSegment(files=[file], view=view))
     if not worker.drain(600) or not worker.holds(generation):
         raise CheckpointError(f"not stored: {'; '.join(map(str, worker.take_failures())) or 'not within 600 s'}")
 

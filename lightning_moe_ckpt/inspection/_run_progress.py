@@ -19,8 +19,8 @@ from lightning_moe_ckpt.goodput import Goodput
 from lightning_moe_ckpt.inspection._shared_memory import Leftover, leftovers
 from lightning_moe_ckpt.process import read_account
 from lightning_moe_ckpt.storage import RunView, StoredGeneration
+from lightning_moe_ckpt.storage._log import LogEntry
 from lightning_moe_ckpt.storage._open import memory_tag
-from lightning_moe_ckpt.storage._view import LogEvent
 from lightning_moe_ckpt.tiers import shared_directory
 
 _RECENT = 20
@@ -129,7 +129,7 @@ class Follower:
 
     def __init__(self, view: RunView) -> None:
         self._view = view
-        self._events: dict[int, LogEvent] = {}
+        self._events: dict[int, LogEntry] = {}
 
     def look(self, now: float | None = None) -> RunProgress:
         """Read the log, the names in storage and this node's memory. Raises `StorageError` if the medium failed."""
@@ -148,7 +148,7 @@ class Follower:
         return [leftover for leftover in leftovers(shared_directory(), f"*-{tag}-*") if leftover.tag == tag]
 
 
-def _incarnations(events: Mapping[int, LogEvent], run_id: str) -> tuple[Incarnation, ...]:
+def _incarnations(events: Mapping[int, LogEntry], run_id: str) -> tuple[Incarnation, ...]:
     found: dict[int, Incarnation] = {}
     for each in events.values():
         event, number = each.event, each.event.get("incarnation")

@@ -226,19 +226,13 @@ class Pace:
 
     def wait(self, nbytes: int) -> None:
         """Wait until a chunk of `nbytes` may be written. Raises `StorageError` if the backend was closed."""
-        if self._closed.wait(self._reserve(nbytes)):
+        with self._turns:
+            now = time.monotonic()
+            turn = max(self._next, now)
+            self._next = turn + self.seconds(nbytes)
+        if self._closed.wait(turn - now):
             raise StorageError("the store was closed during a write, which is abandoned. Nothing of it is visible.")
 
     def close(self) -> None:
         """End every current and later `wait` with an error."""
         self._closed.set()
-
-    def _reserve(self, nbytes: int) -> float:
-        """Reserve a chunk's place and return the seconds until the chunk may be written."""
-        if self.bandwidth is None:
-            return 0.0
-        with self._turns:
-            now = time.monotonic()
-            turn = max(self._next, now)
-            self._next = turn + nbytes / self.bandwidth
-            return turn - now

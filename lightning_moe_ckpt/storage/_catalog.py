@@ -33,7 +33,6 @@ from lightning_moe_ckpt.storage._names import (
     GenerationId,
     Receipt,
     commit_key,
-    const_key,
     marker_key,
     parse_const_key,
     parse_data_name,
@@ -208,14 +207,6 @@ def expect_folder(backend: Backend) -> None:
     # Not `Path.is_file`, which raises for a path that is too long; the listing reports that better.
     if backend.url.startswith("file://") and os.path.isfile(backend.url.removeprefix("file://")):  # noqa: PTH113
         raise NoUsableGeneration(nothing_at(backend.url))
-
-
-def put_constants(backend: Backend, generation: GenerationId, files: Sequence[SegmentEntry]) -> str:
-    """Store the description of durable files, and return its key."""
-    data = constants_bytes(files)
-    key = const_key(generation, digest_of(data), "done")
-    backend.put(key, data)
-    return key
 
 
 def constants_bytes(files: Sequence[SegmentEntry]) -> bytes:

@@ -259,7 +259,7 @@ class Log:
 
     def read(self) -> History | None:
         """Read the newest readable entry; `None` if there is no log yet. Raises `Corrupt` if there are entries, but none can be read."""
-        indices = self._indices()
+        indices = log_indices(self._backend)
         self._oldest, self._newest = (indices[0], indices[-1]) if indices else (0, -1)
         self._nonce = None
         for self.num_lost, index in enumerate(reversed(indices)):
@@ -294,7 +294,7 @@ class Log:
         nothing that counts was written then.
         """
         nonce = uuid.uuid4().hex
-        entry = _Entry(self._newest + 1, nonce, event, history)
+        entry = LogEntry(self._newest + 1, nonce, event, history)
         if not create_once(self._backend, log_key(entry.index), encode("log", _ENTRY.body(entry))):
             return False
         is_void = is_compacted(self._backend, entry.index)  # if it fails, a later call finds a foreign entry
@@ -305,14 +305,15 @@ class Log:
         """Delete entries of old events, once there are a thousand too many. Call after `append`."""
         first = self._newest + 1 - KEPT_ENTRIES
         if first - self._oldest >= KEPT_ENTRIES and self._read_entry(self._newest) is not None:
-            self._backend.delete(*(log_key(index) for index in self._indices() if index < first))  # gaps may be vast
+            old = [log_key(index) for index in log_indices(self._backend) if index < first]  # gaps may be vast
+            self._backend.delete(*old)
             self._oldest = first
 
     def news(self, own: History) -> History | None:
         """Return the state after other processes' entries newer than our newest, whose state is `own`; `None` if there are none. Raises
         `Fenced` if a later incarnation or run wrote an entry, the newest entry cannot be read, or our own is gone.
         """
-        newest = max(self._indices(log_key(self._newest)), default=-1)
+        newest = max(log_indices(self._backend, log_key(self._newest)), default=-1)
         self._expect_own()
         if newest <= self._newest:
             return None
@@ -339,16 +340,13 @@ class Log:
                 "replaced. This process must stop; whatever is started there now carries on."
             )
 
-    def _read_entry(self, index: int) -> _Entry | None:
+    def _read_entry(self, index: int) -> LogEntry | None:
         try:
             return read_entry(self._backend.get(log_key(index)), index)
         except (Corrupt, KeyMissing) as error:
             self._defect = error
             log.error("log entry %d cannot be read and is skipped: %s", index, error)
             return None
-
-    def _indices(self, after: str = "") -> list[int]:
-        return log_indices(self._backend, after)
 
 
 def log_indices(backend: Backend, after: str = "") -> list[int]:
@@ -368,8 +366,8 @@ def watermark_event(incarnation: int, step: int) -> dict[str, object]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
-    """Log entry; readers take only its `nonce` and `history`."""
+class LogEntry:
+    """Event, and the log's state after it; readers of the state take only `nonce` and `history`."""
 
     index: int
     nonce: str
@@ -386,10 +384,10 @@ HISTORY = keys(
     History, run_id=TEXT, first_incarnation=INTEGER, last_incarnation=INTEGER, watermark=INTEGER, kept=_KEPT,
     cuts=_CUTS, key=TEXT, replaced=many(TEXT), has_commits=FLAG,
 )  # fmt: skip
-_ENTRY = keys(_Entry, index=INTEGER, nonce=TEXT, event=OBJECT, history=HISTORY)
+_ENTRY = keys(LogEntry, index=INTEGER, nonce=TEXT, event=OBJECT, history=HISTORY)
 
 
-def read_entry(data: bytes, index: int) -> _Entry:
+def read_entry(data: bytes, index: int) -> LogEntry:
     """Read an entry. Raises `Corrupt` unless the bytes are entry `index`."""
     where = log_key(index)
     entry = decode(data, _ENTRY, kind="log", where=where)

@@ -170,14 +170,12 @@ class PosixBackend:
         while found:
             entry = found.pop()
             folder, file = entry.is_dir(follow_symlinks=False), entry.is_file(follow_symlinks=False)
-            if self._key(entry) + "0" * folder <= after:  # which comes behind the slash, and all in the folder
+            if (key := self._key(entry)) + "0" * folder <= after:  # which comes behind the slash, and all in the folder
                 continue
-            if (not file and is_ours(self._key(entry), folder=False)) or (
-                not folder and is_ours(self._key(entry), folder=True)
-            ):
+            if (not file and is_ours(key, folder=False)) or (not folder and is_ours(key, folder=True)):
                 with suppress(FileNotFoundError):  # deleted since the directory was read
                     self._pass_over(entry)
-                if is_ours(self._key(entry), folder=False):
+                if is_ours(key, folder=False):
                     yield entry
             elif folder:
                 found += _entries(Path(entry.path))

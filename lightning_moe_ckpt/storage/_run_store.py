@@ -29,7 +29,6 @@ from lightning_moe_ckpt.storage._catalog import (
     constants_bytes,
     constants_in,
     delete_generation,
-    put_constants,
     read_catalog,
     read_committed_marker,
     read_constants,
@@ -48,6 +47,7 @@ from lightning_moe_ckpt.storage._commit import (
     read_run,
 )
 from lightning_moe_ckpt.storage._entries import SegmentEntry
+from lightning_moe_ckpt.storage._json import digest_of
 from lightning_moe_ckpt.storage._log import Lineage, Log
 from lightning_moe_ckpt.storage._markers import Commit, RankMarker
 from lightning_moe_ckpt.storage._names import (
@@ -188,7 +188,10 @@ class RunStore:
         `parts` are the results of `described` for each rank's files.
         """
         files = [file for part in parts for file in constants_in(part, "constants of a rank")]
-        return put_constants(self._backend, generation, files)
+        data = constants_bytes(files)
+        key = const_key(generation, digest_of(data), "done")
+        self._backend.put(key, data)
+        return key
 
     @staticmethod
     def described(files: Sequence[SegmentEntry]) -> bytes:

@@ -236,7 +236,7 @@ class SegmentLayout:
         """Read the layout that a header describes: the file's first bytes, as `header_in` returns them. Raises `Corrupt` if no layout
         writes this header.
         """
-        layout = _rebuild(_split_header(memoryview(header)))
+        layout = _rebuild(_split_header(header))
         if layout.header != header:
             raise Corrupt("segment: the header is not spelled as this format writes it. Another copy may be good.")
         return layout
@@ -244,7 +244,7 @@ class SegmentLayout:
     @staticmethod
     def header_in(data: memoryview) -> bytes:
         """Return a segment's bytes before its first tensor. Raises `Corrupt` if they are no header."""
-        return bytes(data[: 8 + _header_nbytes(data)])
+        return bytes(data[: 8 + header_nbytes(bytes(data[:8]), data.nbytes)])
 
 
 class Numbered(Sequence[T]):
@@ -382,14 +382,10 @@ def header_nbytes(start: bytes, file_nbytes: int) -> int:
     return nbytes
 
 
-def _header_nbytes(data: memoryview) -> int:
-    return header_nbytes(bytes(data[:8]), data.nbytes)
-
-
-def _split_header(data: memoryview) -> dict[str, object]:
-    nbytes = _header_nbytes(data)
+def _split_header(header: bytes) -> dict[str, object]:
+    nbytes = header_nbytes(header[:8], len(header))
     try:
-        table = json.loads(bytes(data[8 : 8 + nbytes]).decode("ascii"))
+        table = json.loads(header[8 : 8 + nbytes].decode("ascii"))
     except (ValueError, RecursionError) as error:
         raise Corrupt(f"segment: the header is not JSON ({error}). Another copy may be good.") from error
     if not isinstance(table, dict):

@@ -20,7 +20,7 @@ from lightning_moe_ckpt.storage._catalog import (
     read_committed_marker,
 )
 from lightning_moe_ckpt.storage._commit import read_run
-from lightning_moe_ckpt.storage._log import KEPT_ENTRIES, History, Log, is_compacted, log_indices, read_entry
+from lightning_moe_ckpt.storage._log import KEPT_ENTRIES, History, Log, LogEntry, is_compacted, log_indices, read_entry
 from lightning_moe_ckpt.storage._markers import Commit, RankMarker
 from lightning_moe_ckpt.storage._names import LOG_PREFIX, GenerationId, log_key
 from lightning_moe_ckpt.storage._retention import needed_by, spare_for, what_lacks
@@ -67,14 +67,6 @@ class StoredGeneration:
         return self.dead or self.damage or (None if self.committed else f"not committed; ranks done: {len(self.ranks)}")
 
 
-@dataclass(frozen=True, slots=True)
-class LogEvent:
-    """A log entry's event, and the log's state after it."""
-
-    event: Mapping[str, object]
-    history: History
-
-
 class RunView:
     """Run under a URL, read only."""
 
@@ -114,8 +106,8 @@ class RunView:
             for each in judged
         ]
 
-    def events(self, known: Mapping[int, LogEvent] | None = None) -> dict[int, LogEvent]:
-        """Return the log's newest thousand events by their entry's index, oldest first; unreadable entries are left out.
+    def events(self, known: Mapping[int, LogEntry] | None = None) -> dict[int, LogEntry]:
+        """Return the log's newest thousand entries by index, oldest first; unreadable ones are left out.
 
         Entries in `known`, the result of an earlier call, are not read again.
         """
@@ -123,16 +115,15 @@ class RunView:
         indices = log_indices(self._backend)[-KEPT_ENTRIES:]
         wanted = [index for index in indices if index not in known]
         with ThreadPoolExecutor(_READERS, "moe-ckpt-log") as pool:
-            read = dict(zip(wanted, pool.map(self._event, wanted), strict=True))
+            read = dict(zip(wanted, pool.map(self._entry, wanted), strict=True))
         found = {index: known.get(index) or read.get(index) for index in indices}
         return {index: event for index, event in found.items() if event is not None}
 
-    def _event(self, index: int) -> LogEvent | None:
+    def _entry(self, index: int) -> LogEntry | None:
         try:
-            entry = read_entry(self._backend.get(log_key(index)), index)
+            return read_entry(self._backend.get(log_key(index)), index)
         except CheckpointError:
             return None
-        return LogEvent(entry.event, entry.history)
 
     def log_damage(self) -> list[str]:
         """Read every log entry and return the defects of damaged and missing ones."""

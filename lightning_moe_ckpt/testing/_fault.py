@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from lightning_moe_ckpt.errors import ConfigurationError
@@ -150,8 +150,7 @@ class Fault:
 
     def given(self) -> dict[str, Any]:
         """Return the fields with other values than their defaults."""
-        defaults = {each.name: each.default for each in fields(self) if each.default is not MISSING}
-        return {name: getattr(self, name) for name, default in defaults.items() if getattr(self, name) != default}
+        return {each.name: value for each in fields(self) if (value := getattr(self, each.name)) != each.default}
 
     def __str__(self) -> str:
         return f"`Fault({', '.join(f'{name}={value!r}' for name, value in self.given().items())})`"

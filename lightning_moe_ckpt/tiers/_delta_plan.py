@@ -272,10 +272,8 @@ def _runs(layout: SegmentLayout, names: frozenset[str]) -> Iterator[Run]:
 def _without(runs: Sequence[Run], hole: Run) -> Iterator[Run]:
     for start, stop in runs:
         for left, right in ((start, min(stop, hole[0])), (max(start, hole[1]), stop)):
-            if left < right and hole[0] < hole[1]:
+            if left < right:
                 yield left, right
-        if hole[0] >= hole[1]:
-            yield start, stop
 
 
 def _kept(base: SegmentIndex, index: SegmentIndex, encoded: dict[str, int]) -> Iterator[tuple[int, int, int]]:

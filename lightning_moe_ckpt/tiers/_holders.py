@@ -182,7 +182,7 @@ class _Node:
     rack: str
     ranks: tuple[int, ...]
     """Ranks on this node, ascending."""
-    kinds: Mapping[int, int]
+    kinds: Counter[int]
     """Ranks on this node in each data-parallel group, as counts."""
 
 
@@ -268,12 +268,13 @@ def _take_group(
 
         def cost(i: int, members: Sequence[_Node] = members) -> tuple[bool, int, int, int, int]:
             node = nodes[i]
-            # First take nodes that later groups could not take; sizes and common ranks count after racks.
+            # First take nodes that later groups could not take; sizes count after racks, then the ranks that can have a
+            # holder on a member in their own data-parallel group.
             return (
                 taken[node.rack] >= due[node.rack],
                 taken[node.rack],
                 sum(abs(len(node.ranks) - len(member.ranks)) for member in members) if members else -len(node.ranks),
-                -sum(_in_common(node, member) for member in members),
+                -sum((node.kinds & member.kinds).total() for member in members),
                 i,
             )
 
@@ -281,11 +282,6 @@ def _take_group(
         group.append(best)
         taken[nodes[best].rack] += 1
     return group
-
-
-def _in_common(a: _Node, b: _Node) -> int:
-    """Return the number of ranks of `a` that can have a holder on `b` in their own data-parallel group."""
-    return sum(min(count, b.kinds.get(kind, 0)) for kind, count in a.kinds.items())
 
 
 def _alternate(nodes: Sequence[_Node], members: Sequence[int]) -> list[int]:

@@ -249,7 +249,7 @@ class ReplicaReceiver:
         run_id: str,
         store: ReplicaStore,
         max_chunk: int,
-        mirrors: MirrorStore | None = None,
+        mirrors: MirrorStore,
     ) -> None:
         self.owner, self._mirrors = owner, mirrors
         self._group, self._run_id, self._store = group, run_id, store
@@ -318,9 +318,7 @@ class ReplicaReceiver:
         slot = self._slot(incoming, step, MessageKind.MIRROR)
         if not 0 < start < stop <= slot.numel():
             raise self._unexpected(MessageKind.MIRROR)
-        reason: str | None = "nothing is captured here for others."
-        if self._mirrors is not None:
-            reason = self._mirrors.copy(self.owner, incoming.generation, step, slot[start:stop])
+        reason = self._mirrors.copy(self.owner, incoming.generation, step, slot[start:stop])
         incoming.filled = None if reason is not None else (step, (start, stop))
         if reason is not None:
             log.info("rank %d sends all of a segment: %s", self.owner, reason)

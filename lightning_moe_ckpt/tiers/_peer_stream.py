@@ -286,9 +286,9 @@ class ReplicaStream:
         for wire in self._active:
             with self._losing(wire):
                 under_way.append((wire, wire.start(message, payload)))
-        for wire, sending in under_way:
+        for wire, wait in under_way:
             with self._losing(wire):
-                sending.wait()
+                wait()
 
     def _refusal(self) -> str | None:
         refused, _ = self._hear(MessageKind.READY)

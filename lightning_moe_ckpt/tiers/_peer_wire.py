@@ -35,7 +35,7 @@ from __future__ import annotations
 import re
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
@@ -172,17 +172,19 @@ class Wire:
         self._group, self.peer, self.max_chunk = group, peer, max_chunk
         self._out, self._in = (_TO_HOLDER, _TO_OWNER) if to_holder else (_TO_OWNER, _TO_HOLDER)
 
-    def start(self, message: Message, payload: Tensor | None = None) -> Sending:
-        """Begin to send a header and the bytes that it announces: uint8, contiguous, unchanged until `Sending.wait` returns."""
+    def start(self, message: Message, payload: Tensor | None = None) -> Callable[[], None]:
+        """Begin to send a header and the bytes that it announces: uint8, contiguous, unchanged until the peer has them. Return a
+        function that waits for that; it raises `PeerLost`.
+        """
         header = message.to_header()
         works = [self._operate(header, self._out, receive=False)]
         if payload is not None:
             works += [self._operate(part, self._out, receive=False) for part in torch.split(payload, self.max_chunk)]
-        return Sending(self, works, header)
+        return partial(self._wait_for_all, works, header)  # gloo reads the header until the end
 
     def send(self, message: Message, payload: Tensor | None = None) -> None:
         """Send a message and wait until the peer has received all."""
-        self.start(message, payload).wait()
+        self.start(message, payload)()
 
     def receive(self) -> Message:
         """Return the next message; waits without limit."""
@@ -210,6 +212,10 @@ class Wire:
         except RuntimeError as error:
             raise self._lost(error) from error
 
+    def _wait_for_all(self, works: Sequence[dist.Work], _header: Tensor) -> None:
+        for work in works:
+            self.wait_for(work)
+
     def _operate(self, tensor: Tensor, tag: int, *, receive: bool) -> dist.Work:
         operate = self._group.recv if receive else self._group.send
         try:
@@ -221,19 +227,6 @@ class Wire:
     def _lost(self, error: RuntimeError) -> PeerLost:
         said = _GLOO_PLACE.sub("", str(error)).partition(". ")[0].strip()
         return PeerLost(f"rank {self.peer} is gone ({said}).")
-
-
-class Sending:
-    """A message on its way."""
-
-    def __init__(self, wire: Wire, works: Sequence[dist.Work], header: Tensor) -> None:
-        self._wire, self._works = wire, works
-        self._header = header  # gloo reads the header until the end
-
-    def wait(self) -> None:
-        """Wait until the peer has the whole message. Raises `PeerLost`."""
-        for work in self._works:
-            self._wire.wait_for(work)
 
 
 def as_payload(data: bytes) -> Tensor:

@@ -356,8 +356,7 @@ class RankMemory:
     def _remove_dead(self) -> None:
         """Remove memory of a process of this rank that ran beside this process and was killed."""
         for path, name in memory_files(self._directory):
-            ring = _adopted(path) if self._is_own(name) else None
-            if ring is not None:
+            if self._is_own(name) and (ring := _adopted(path)) is not None:
                 ring.close(unlink=True)
 
     def _remove_moved(self, generation: GenerationId) -> None:

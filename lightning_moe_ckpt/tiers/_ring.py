@@ -104,7 +104,7 @@ class SegmentRing(ExpertCopies):
         file = SharedFile.create(path, header.nbytes)
         file.memory[:RING_HEADER_NBYTES] = torch.frombuffer(bytearray(header.to_bytes()), dtype=torch.uint8)
         log.info("ring %s: %s", path, size_text(header.nbytes))
-        return cls(path, file.memory[RING_HEADER_NBYTES:], slot_nbytes, file=file, header=header)
+        return cls(path, file.memory[RING_HEADER_NBYTES:], header, file)
 
     @classmethod
     def adopt(cls, path: Path) -> SegmentRing | None:
@@ -119,7 +119,7 @@ class SegmentRing(ExpertCopies):
         except Corrupt:
             file.close(unlink=False)
             raise
-        ring = cls(path, file.memory[RING_HEADER_NBYTES:], header.slot_nbytes, file=file, header=header)
+        ring = cls(path, file.memory[RING_HEADER_NBYTES:], header, file)
         ring.lay(header.num_slots)  # one block: `make` divides the slots of a ring that it puts into use
         ring._restore_published()
         ring.is_adopted = True

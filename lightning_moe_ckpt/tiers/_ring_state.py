@@ -24,7 +24,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +91,7 @@ class SlotPool:
         """
         slots, at = -(-nbytes // self._header.slot_nbytes), -1 if beside is None else beside // self.block
         if beside is None or self._next[at] + slots > (at + 1) * self.block:
-            at = 0
-            while at in self._live:
-                at += 1
+            at = next(at for at in count() if at not in self._live)
             if at == self._num_blocks or slots > self.block:
                 return None
             self._next[at] = at * self.block
@@ -231,22 +229,10 @@ class Generation:
 
 
 class RingState:
-    """State of a ring. Private methods that change it expect the lock to be held. Without a header, slots have `slot_nbytes`."""
+    """State of a ring. Private methods that change it expect the lock to be held."""
 
-    def __init__(
-        self,
-        path: Path,
-        memory: Tensor,
-        slot_nbytes: int,
-        *,
-        file: SharedFile | None = None,
-        header: RingHeader | None = None,
-    ) -> None:
-        self.path, self._file = path, file
-        self.header = header or RingHeader(
-            nonce="", slot_nbytes=slot_nbytes, num_slots=memory.numel() // slot_nbytes, origin=""
-        )
-        """Number and sizes of the slots."""
+    def __init__(self, path: Path, memory: Tensor, header: RingHeader, file: SharedFile | None = None) -> None:
+        self.path, self._file, self.header = path, file, header
         self._memory: Tensor | None = memory
         self._lock = threading.Lock()
         self._unlinked = False

@@ -99,11 +99,6 @@ class SealedSegment:
     mirrored: tuple[int, int] | None = None
     """First byte, and the byte after the last, of the run captured by the holders of this rank's copies."""
 
-    @classmethod
-    def of_file(cls, file: SealedFile) -> SealedSegment:
-        """Return a boundary's segment with one file."""
-        return cls(files=[file], view=file.view)
-
     @property
     def generation(self) -> GenerationId:
         """Generation that the segment belongs to."""

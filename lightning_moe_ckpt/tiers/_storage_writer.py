@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Protocol
 
 import xxhash
 from typing_extensions import override
@@ -97,7 +96,7 @@ class PersistWorker(TierWorker):
 
     def scrub(self) -> Scrubber:
         """Start to read again the older records named by this rank's newest marker, and return the reader."""
-        scrubber = Scrubber(self._store, lambda: self.newest_marker)
+        scrubber = Scrubber(self._store.read_range, lambda: self.newest_marker)
         scrubber.start()
         return scrubber
 
@@ -201,13 +200,6 @@ _PAUSE_SECONDS = 60.0
 _JOIN_SECONDS = 4.0
 
 
-class SegmentFiles(Protocol):
-    """Source of files, such as `RunStore`."""
-
-    def read_range(self, entry: SegmentEntry, start: int, out: memoryview) -> None:
-        """Fill `out` with bytes of a segment."""
-
-
 @dataclass(frozen=True, slots=True)
 class BadCopy:
     """Damaged or missing copy of an operator in storage."""
@@ -220,14 +212,18 @@ class BadCopy:
 
 
 class Scrubber:
-    """Read one rank's share of older files, at no more than `bandwidth` bytes per second. `newest` returns this rank's
-    newest marker in storage; called from any thread.
+    """Read one rank's share of older files by `read`, at no more than `bandwidth` bytes per second; see `RunStore.read_range`.
+    `newest` returns this rank's newest marker in storage; called from any thread.
     """
 
     def __init__(
-        self, files: SegmentFiles, newest: Callable[[], RankMarker | None], *, bandwidth: int = NBYTES_PER_SECOND
+        self,
+        read: Callable[[SegmentEntry, int, memoryview], None],
+        newest: Callable[[], RankMarker | None],
+        *,
+        bandwidth: int = NBYTES_PER_SECOND,
     ) -> None:
-        self._files, self._newest, self._pace = files, newest, Pace(bandwidth)
+        self._read, self._newest, self._pace = read, newest, Pace(bandwidth)
         self._found: deque[BadCopy] = deque()
         self._known: set[tuple[str, GenerationId]] = set()
         self._marker: RankMarker | None = None
@@ -311,7 +307,7 @@ class Scrubber:
             for start in range(0, record.nbytes, len(chunk)):
                 view = memoryview(chunk)[: record.nbytes - start]
                 self._pace.wait(view.nbytes)
-                self._files.read_range(file, record.offset + start, view)
+                self._read(file, record.offset + start, view)
                 digest.update(view)
         except (Corrupt, KeyMissing) as error:
             return str(error)

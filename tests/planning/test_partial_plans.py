@@ -22,7 +22,7 @@ from lightning_moe_ckpt.planning._ledger import LedgerKeeper
 from lightning_moe_ckpt.policies import DynamicK, PartialPolicy, Selection, SelectivePolicy, expert_names
 from lightning_moe_ckpt.policies._expert_tables import MAX_GENERATIONS, STARVED
 from lightning_moe_ckpt.snapshot import StateView, WindowLayout
-from lightning_moe_ckpt.storage import GenerationId
+from lightning_moe_ckpt.storage import GenerationId, RingHeader
 from lightning_moe_ckpt.tiers import SegmentRing
 
 
@@ -74,7 +74,8 @@ class Run:
     def __init__(self, planner: Planner, draw: random.Random, longest: int) -> None:
         self._planner, self._draw, self._longest = planner, draw, longest
         self._kept = planner.generations_kept
-        self.ring = SegmentRing(Path("unused"), torch.zeros((self._kept + 2) * 4096, dtype=torch.uint8), 4096)
+        header = RingHeader(nonce="", slot_nbytes=4096, num_slots=self._kept + 2, origin="")
+        self.ring = SegmentRing(Path("unused"), torch.zeros(header.num_slots * 4096, dtype=torch.uint8), header)
         self.ring.keep = self._kept
         layout = planner.first_layout()
         assert layout is not None

@@ -24,7 +24,7 @@ from lightning_moe_ckpt.session._pacing import Governor, StepKind
 from lightning_moe_ckpt.session._tiers import Tiers
 from lightning_moe_ckpt.session._window import Window
 from lightning_moe_ckpt.snapshot import PlanRecord, WindowLayout
-from lightning_moe_ckpt.storage import GenerationId, RankMarker, SegmentEntry
+from lightning_moe_ckpt.storage import GenerationId, RankMarker, RingHeader, SegmentEntry
 from lightning_moe_ckpt.tiers import Markers, MissedWindows, SealedSegment, SegmentRing, TierWorker, WriteRequest
 
 
@@ -100,7 +100,8 @@ class Rank:
     def __init__(self) -> None:
         self.host, self.slow = ByHand("host", takes_every=True), ByHand("slow")
         self.tiers = Tiers([self.host, self.slow])
-        self.ring = SegmentRing(Path("unused"), torch.zeros(40 * 4096, dtype=torch.uint8), 4096)
+        header = RingHeader(nonce="", slot_nbytes=4096, num_slots=40, origin="")
+        self.ring = SegmentRing(Path("unused"), torch.zeros(40 * 4096, dtype=torch.uint8), header)
         self.complete: Window | None = None
 
     def open(self, step: int, layout: Layout = FULL) -> None:

@@ -57,7 +57,8 @@ def fill(ring: SegmentRing, name: GenerationId, step: int, *, rank: int = 0, nby
         LAYOUT.view(slot.view, tensor).fill_(value_of(name, rank, step))
     ring.seal(slot)
     view = as_memoryview(slot.view)[: LAYOUT.nbytes]
-    return SealedSegment.of_file(SealedFile(generation=name, rank=rank, step=step, view=view, records=_records()))
+    file = SealedFile(generation=name, rank=rank, step=step, view=view, records=_records())
+    return SealedSegment(files=[file], view=view)
 
 
 def seal(

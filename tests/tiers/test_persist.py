@@ -24,6 +24,7 @@ from lightning_moe_ckpt.storage import (
     RecordEntry,
     RecordRows,
     Retention,
+    RingHeader,
     RunStore,
     SegmentEntry,
     SegmentLayout,
@@ -71,9 +72,8 @@ def segment(
     ]  # fmt: skip
     view = memoryview(memory.numpy().data)[: LAYOUT.nbytes]
     named = of if of is not None else generation(step)
-    return SealedSegment.of_file(
-        SealedFile(generation=named, rank=rank, step=step, view=view, records=RecordRows(entries))
-    )
+    file = SealedFile(generation=named, rank=rank, step=step, view=view, records=RecordRows(entries))
+    return SealedSegment(files=[file], view=view)
 
 
 class Pages(bytearray):
@@ -399,7 +399,8 @@ def test_three_ranks_commit_to_a_real_store_and_every_byte_is_verified(tmp_path:
     """Rings, copies, workers and the run store together: what is read back is what was captured."""
     stores = open_ranks(tmp_path / "run", 3)
     name = stores[0].name
-    rings = [SegmentRing(tmp_path, torch.zeros(6 * 4096 * 2, dtype=torch.uint8), 4096 * 2) for _ in stores]
+    header = RingHeader(nonce="", slot_nbytes=4096 * 2, num_slots=6, origin="")
+    rings = [SegmentRing(tmp_path, torch.zeros(6 * 4096 * 2, dtype=torch.uint8), header) for _ in stores]
     workers = [
         PersistWorker(store, Markers(run_id=store.run_id, rank=rank, world_size=3), retention=Retention(last=1))
         for rank, store in enumerate(stores)

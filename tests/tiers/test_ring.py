@@ -37,7 +37,8 @@ def name() -> Iterator[str]:
 
 def memory_ring(num_slots: int) -> SegmentRing:
     """A ring over ordinary memory, for what has nothing to do with files."""
-    return SegmentRing(Path("unused"), torch.zeros(num_slots * 4096, dtype=torch.uint8), 4096)
+    header = RingHeader(nonce="", slot_nbytes=4096, num_slots=num_slots, origin="")
+    return SegmentRing(Path("unused"), torch.zeros(header.nbytes - RING_HEADER_NBYTES, dtype=torch.uint8), header)
 
 
 def in_forked_child(action: Callable[[], None]) -> int:

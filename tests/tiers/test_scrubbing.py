@@ -72,14 +72,14 @@ def stored() -> Stored:
 
 def test_what_is_good_is_read_and_nothing_is_found(stored: Stored) -> None:
     """Referenced records and spares, byte for byte."""
-    scrubber = Scrubber(stored, lambda: stored.marker, bandwidth=FAST)
+    scrubber = Scrubber(stored.read_range, lambda: stored.marker, bandwidth=FAST)
     assert scrubber.round() == 400
     assert scrubber.take_found(9) == []
 
 
 def test_a_turned_bit_and_a_file_that_is_gone_are_found_once(stored: Stored, caplog: pytest.LogCaptureFixture) -> None:
     """Each by operator and generation; other experts of the same file are good. A warning names them."""
-    scrubber = Scrubber(stored, lambda: stored.marker, bandwidth=FAST)
+    scrubber = Scrubber(stored.read_range, lambda: stored.marker, bandwidth=FAST)
     stored.files["file3"][150] ^= 1
     del stored.files["file1"]
     scrubber.round()
@@ -103,7 +103,7 @@ def test_what_the_newest_marker_names_no_more_is_not_called_bad(stored: Stored) 
             stored.names()
         return old if calls < 3 else stored.marker
 
-    scrubber = Scrubber(stored, newest, bandwidth=FAST)
+    scrubber = Scrubber(stored.read_range, newest, bandwidth=FAST)
     scrubber.round()
     assert calls > 3
     assert scrubber.take_found(9) == []
@@ -111,7 +111,7 @@ def test_what_the_newest_marker_names_no_more_is_not_called_bad(stored: Stored) 
 
 def test_a_medium_that_is_away_says_nothing_of_the_bytes(stored: Stored) -> None:
     """The round ends; a later one finds all of it good."""
-    scrubber = Scrubber(stored, lambda: stored.marker, bandwidth=FAST)
+    scrubber = Scrubber(stored.read_range, lambda: stored.marker, bandwidth=FAST)
     stored.down = True
     with pytest.raises(StorageError, match="away"):
         scrubber.round()
@@ -122,7 +122,7 @@ def test_a_medium_that_is_away_says_nothing_of_the_bytes(stored: Stored) -> None
 
 def test_a_file_that_cannot_be_read_does_not_hide_those_behind_it(stored: Stored) -> None:
     """As on a disk with a bad sector: every other file is looked at in every round."""
-    scrubber = Scrubber(stored, lambda: stored.marker, bandwidth=FAST)
+    scrubber = Scrubber(stored.read_range, lambda: stored.marker, bandwidth=FAST)
     stored.out_of_reach = "file3"
     stored.files["file2"][0] ^= 1
     with pytest.raises(StorageError, match="file3: bad sector"):
@@ -132,7 +132,7 @@ def test_a_file_that_cannot_be_read_does_not_hide_those_behind_it(stored: Stored
 
 def test_it_reads_on_a_thread_of_its_own_and_ends_in_the_middle_of_a_wait(stored: Stored) -> None:
     """At a byte per second the first record takes its time; closing does not."""
-    scrubber = Scrubber(stored, lambda: stored.marker, bandwidth=1)
+    scrubber = Scrubber(stored.read_range, lambda: stored.marker, bandwidth=1)
     scrubber.start()
     assert stored.read.acquire(timeout=20)
     (thread,) = [each for each in threading.enumerate() if each.name == "moe-ckpt-scrub"]
@@ -142,7 +142,7 @@ def test_it_reads_on_a_thread_of_its_own_and_ends_in_the_middle_of_a_wait(stored
 
 def test_ranks_tell_each_other_and_forget_when_storage_has_the_expert_again(stored: Stored) -> None:
     """Only the rank that reads a file finds it bad; all of them take the expert again and reference another copy."""
-    scrubber = Scrubber(stored, lambda: stored.marker, bandwidth=FAST)
+    scrubber = Scrubber(stored.read_range, lambda: stored.marker, bandwidth=FAST)
     stored.files["file3"][150] ^= 1
     scrubber.round()
     ranks = [BadCopyList(["e0", "e1"]) for _ in range(3)]
@@ -165,7 +165,7 @@ def test_ranks_tell_each_other_and_forget_when_storage_has_the_expert_again(stor
 def test_a_bad_copy_is_remembered_until_what_was_begun_since_is_complete(stored: Stored) -> None:
     """A generation under way has the expert, and names the bad copy as its second: a second good one is wanted yet."""
     found = BadCopyList(["e0", "e1"])
-    found.scrubber = Scrubber(stored, lambda: stored.marker, bandwidth=FAST)
+    found.scrubber = Scrubber(stored.read_range, lambda: stored.marker, bandwidth=FAST)
     stored.files["file3"][150] ^= 1
     found.scrubber.round()
     book = TierLedger.empty(2)
@@ -189,7 +189,7 @@ def test_without_another_copy_nothing_is_built_on_what_is_stored(stored: Stored)
         for key in hit:
             stored.files[key][-1] ^= 1
         found = BadCopyList(["e0", "e1"])
-        found.scrubber = Scrubber(stored, lambda: stored.marker, bandwidth=FAST)
+        found.scrubber = Scrubber(stored.read_range, lambda: stored.marker, bandwidth=FAST)
         found.scrubber.round()
         found.agreed([found.inputs()], book)
         assert not found.all_have_copies
@@ -201,7 +201,7 @@ def test_without_another_copy_nothing_is_built_on_what_is_stored(stored: Stored)
 
 def test_a_bad_spare_is_made_up_for_and_the_newest_copy_stays_in_use(stored: Stored) -> None:
     """Two copies are wanted; the one that is good is referenced on."""
-    scrubber = Scrubber(stored, lambda: stored.marker, bandwidth=FAST)
+    scrubber = Scrubber(stored.read_range, lambda: stored.marker, bandwidth=FAST)
     stored.files["file2"][0] ^= 1
     scrubber.round()
     found = BadCopyList(["e0", "e1"])
