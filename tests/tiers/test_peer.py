@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from door import NotReplicated, Replication
 from torch import Tensor
 
@@ -446,7 +447,9 @@ def test_too_little_memory_for_copies_is_an_error_that_says_how_much_is_missing(
     """Before training goes on, not in the middle of it."""
 
     def work(rank: Rank) -> str:
-        made = Replication(rank.group(), run_id=RUN, tag=RUN, url="memory://peers", holders=(), owners=(1,))
+        group = rank.group()
+        dist.barrier()  # a rank that ends at once would close connections that others are still making
+        made = Replication(group, run_id=RUN, tag=RUN, url="memory://peers", holders=(), owners=(1,))
         with pytest.raises(ConfigurationError, match=r"[MG]iB are free, [\d.]+ [MG]iB are missing") as raised:
             made.allocate([[2**45] * WINDOW] * 3)
         made.close(1, unlink=True)
