@@ -299,9 +299,8 @@ class MoEStrategy(PipelinedStrategy):
             if environment.node_rank() or environment.local_rank():
                 await_listener(environment.main_address, environment.main_port, _FIRST_RANK_SECONDS)
             return
-        backend = self._backend
         rank, world_size = environment.global_rank(), environment.world_size()
-        init_fresh_process_group(backend, rank=rank, world_size=world_size, timeout=self.timeout)
+        init_fresh_process_group(self._backend, rank=rank, world_size=world_size, timeout=self.timeout)
 
     @property
     def _backend(self) -> str:
