@@ -26,6 +26,7 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_moe_ckpt.errors import CheckpointError
+from lightning_moe_ckpt.parallel._groups import with_causes
 
 _PACKAGE = "lightning_moe_ckpt"
 _CLASS = re.compile(rf"\b({_PACKAGE}(?:\.\w+)*)\.([A-Z]\w+)")
@@ -141,20 +142,9 @@ def _unwrapped(instantiate: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return instantiate(*given, **more)
         except Exception as error:
-            if (found := _ours(error)) is None or found is error:
+            found = next((each for each in with_causes(error) if isinstance(each, CheckpointError)), None)
+            if found is None or found is error:
                 raise
             raise found from None
 
     return tried
-
-
-def _ours(error: BaseException) -> CheckpointError | None:
-    """Return this package's error among an exception and its causes; `None` if there is none."""
-    seen: set[int] = set()
-    behind: BaseException | None = error
-    while behind is not None and id(behind) not in seen:
-        if isinstance(behind, CheckpointError):
-            return behind
-        seen.add(id(behind))
-        behind = behind.__cause__ or behind.__context__
-    return None

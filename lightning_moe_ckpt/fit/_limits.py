@@ -107,7 +107,8 @@ def _of_replay(module: LightningModule) -> Iterator[str]:
 def _of_reduction(trainer: Trainer) -> Iterator[str]:
     if trainer.world_size < 3:
         return  # a sum of two terms does not depend on the order
-    if isinstance(trainer.model, DistributedDataParallel) and not _has_ordered_hook(trainer.model):
+    hooks = [hook for hook, _ in getattr(trainer.model, "_comm_hooks", ())]
+    if isinstance(trainer.model, DistributedDataParallel) and ordered_hook not in hooks:
         yield (
             "DistributedDataParallel sums gradients of three or more ranks in an order that changes when a process "
             "starts anew; use strategy='moe', or register `ordered_hook`"
@@ -117,10 +118,6 @@ def _of_reduction(trainer: Trainer) -> Iterator[str]:
             "`MoEStrategy(gradient_reduction='allreduce')` leaves the order of summation over three or more ranks to "
             "the backend; use 'ordered'"
         )
-
-
-def _has_ordered_hook(model: DistributedDataParallel) -> bool:
-    return any(hook is ordered_hook for hook, _ in getattr(model, "_comm_hooks", []))
 
 
 def _of_kernels(module: LightningModule) -> Iterator[str]:

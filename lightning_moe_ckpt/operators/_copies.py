@@ -196,7 +196,8 @@ def by_parameter(stored: Stored) -> dict[str, tuple[State, Collection[str], Mapp
     """Return each parameter's state, with `Ellipsis` for values in its record, the keys of values on a device, and its `wrappings`."""
     found: dict[str, tuple[State, Collection[str], Mapping[str, list[Any]]]] = {}
     for each in stored:
-        names, columns = each["names"], {key: _values(column) for key, column in each["columns"].items()}
+        names, columns = each["names"], dict(each["columns"])
+        columns |= {key: column.tolist() for key, column in columns.items() if isinstance(column, np.ndarray)}
         moved = {key: set(places) for key, places in each["on_device"].items()}
         for key, strides in each["strides"].items():
             for i, own in strides.items():
@@ -241,11 +242,6 @@ def _column(values: list[Any]) -> Any:
         array = np.array(values)
         return array if array.dtype == _NUMBERS[kind] else values  # an integer of more than 64 bits is none
     return values if kinds <= _PLAIN else list(map(copied_state, values))
-
-
-def _values(column: Any) -> list[Any]:
-    values: list[Any] = column.tolist() if isinstance(column, np.ndarray) else column
-    return values
 
 
 def _strides_of(value: object) -> Any:

@@ -58,7 +58,6 @@ class LoadCounter:
         ]
         self._dtype = dtype
         self._handles: list[RemovableHandle] = []
-        self._installed = False
 
     installed: ClassVar[WeakSet[LoadCounter]] = WeakSet()
     """All counters with hooks on a model."""
@@ -70,9 +69,8 @@ class LoadCounter:
 
     def install(self) -> None:
         """Start counting; a second call changes nothing."""
-        if self._installed:
+        if self in self.installed:
             return
-        self._installed = True
         self.installed.add(self)
         for _, tap, counts in self._taps:
             if tap is not None:
@@ -108,11 +106,10 @@ class LoadCounter:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._installed = False
         self.installed.discard(self)
 
     def _drain(self) -> None:
-        if self._installed:
+        if self in self.installed:
             for _, tap, counts in self._taps:
                 if tap is not None:
                     tap.drain(self._module, counts)
@@ -157,7 +154,7 @@ class CountProbe:
         counted = [layer for layer in operators.layers if layer.count is not None]
         self._layers = [_LayerProbe(layer, module, params, boxes) for layer in counted]
         self._handles: list[RemovableHandle] = []
-        self._installed, self._steps = False, 0
+        self._steps = 0
 
     @property
     def done(self) -> bool:
@@ -166,8 +163,7 @@ class CountProbe:
 
     def install(self) -> None:
         """Start watching; a second call changes nothing."""
-        if not self._installed:
-            self._installed = True
+        if not self._handles:
             self._handles = [handle for probe in self._layers for handle in probe.install()]
 
     def check(self, total: Callable[[Tensor], Tensor] | None = None) -> list[CountFailure]:
@@ -193,7 +189,7 @@ class CountProbe:
         """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self._installed = [], False
+        self._handles = []
 
 
 def prove_counts(module: nn.Module, step: Callable[[], object], operators: OperatorSet | None = None) -> None:

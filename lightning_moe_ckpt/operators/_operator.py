@@ -249,16 +249,7 @@ def stacked_slices(
 def merged_slices(
     params: Mapping[str, nn.Parameter], local_expert_ids: Sequence[int], num_experts: int
 ) -> dict[int, tuple[ParamSlice, ...]]:
-    """Cut tensors `[e * F, ...]` into their experts; each expert has F consecutive rows.
-
-    Args:
-        params: parameters by live name.
-        local_expert_ids: global expert index of each block of rows.
-        num_experts: over all ranks.
-
-    Returns:
-        Slices by global expert index, one per parameter.
-    """
+    """Cut tensors `[e * F, ...]`, of which each expert has F consecutive rows; otherwise as `stacked_slices`."""
     slices: dict[int, list[ParamSlice]] = {expert: [] for expert in local_expert_ids}
     num_local = len(local_expert_ids)
     for fqn, param in params.items():

@@ -377,21 +377,20 @@ def restarts_left() -> bool:
 
 def is_of_collective(error: BaseException) -> bool:
     """Whether a collective failed, now or behind this error."""
-    return any(map(_is_of_collective, _chain(error)))
+    # NCCL and the store have classes of their own; gloo raises a RuntimeError with its file name in it.
+    return any(
+        isinstance(each, dist.DistError) or (isinstance(each, RuntimeError) and "gloo/" in str(each))
+        for each in with_causes(error)
+    )
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def with_causes(error: BaseException | None) -> Iterator[BaseException]:
     """Yield an error and its causes."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield error
         error = error.__cause__ or error.__context__
-
-
-def _is_of_collective(error: BaseException) -> bool:
-    # NCCL and the store have classes of their own; gloo raises a RuntimeError with its file name in it.
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in str(error))
 
 
 def init_fresh_process_group(backend: str, *, rank: int, world_size: int, timeout: timedelta) -> None:

@@ -58,8 +58,8 @@ class BucketLayout:
 
 def plan_buckets(numels: Mapping[str, int], *, bucket_numel: int, multiple: int) -> BucketLayout:
     """Lay out parameters, given by their elements in order of registration, in buckets of `bucket_numel` elements
-    before rounding. Bucket sizes, and the padded vector, are multiples of `multiple`, the group's size, so that chunks
-    are equal.
+    before rounding; the last comes first, which is about the order in which backward finishes them. Bucket sizes, and
+    the padded vector, are multiples of `multiple`, the group's size if chunks have to be equal.
     """
     bucket_numel = _round_up(max(bucket_numel, 1), multiple)
     slots: dict[str, BucketSlot] = {}
@@ -127,42 +127,25 @@ def stepped_of(param: P) -> P:
     return param if shard is None else cast("P", shard.stepped)
 
 
-@dataclass(kw_only=True, slots=True)
-class _Columns:
-    """Columns `[start, stop)` of one parameter, over all buckets."""
-
-    start: int
-    stop: int
-    buckets: range
-
-
 class ShardBuckets:
     """Memory for all pieces of some parameters of the same type and device, by name in order of registration, in buckets `[R, C]`."""
 
     def __init__(self, shards: Mapping[str, OptimizerShard], group: dist.ProcessGroup, bucket_nbytes: int) -> None:
         first, ranks = next(iter(shards.values())).whole, group.size()
         self._shards, self.group = shards, group
-        num_columns = max(bucket_nbytes // first.element_size() // ranks, 1)
-        self.columns: dict[str, _Columns] = {}
-        start = 0
-        for fqn, shard in reversed(list(shards.items())):  # about the order in which backward finishes them
-            stop = start + shard.width
-            buckets = range(start // num_columns, -(-stop // num_columns))
-            self.columns[fqn] = _Columns(start=start, stop=stop, buckets=buckets)
-            start = stop
-        self._num_columns, like = num_columns, first.detach()
-        self.own = like.new_zeros(start)
+        widths = {fqn: shard.width for fqn, shard in shards.items()}
+        layout = plan_buckets(widths, bucket_numel=bucket_nbytes // first.element_size() // ranks, multiple=1)
+        self._layout, self.columns, like = layout, layout.slots, first.detach()
+        self.own = like.new_zeros(layout.numel)
         """This rank's row over all buckets, with reduced gradients; padding stays."""
-        flat = like.new_zeros(ranks * start)
-        self.buckets_RC = [
-            flat[ranks * at : ranks * min(at + num_columns, start)].view(ranks, -1)
-            for at in range(0, start, num_columns)
-        ]
+        flat = like.new_zeros(ranks * layout.numel)
+        cuts = map(layout.interval, range(layout.num_buckets))
+        self.buckets_RC = [flat[ranks * start : ranks * stop].view(ranks, -1) for start, stop in cuts]
         self.scratch = torch.empty_like(self.buckets_RC[0]).view(-1)
 
     def own_of(self, bucket: int) -> Tensor:
         """Return this rank's row in `own` of one bucket."""
-        return self.own[bucket * self._num_columns : (bucket + 1) * self._num_columns]
+        return self.own[slice(*self._layout.interval(bucket))]
 
     def own_piece(self, fqn: str) -> Tensor:
         """Return this rank's piece in `own` of one parameter."""
@@ -209,8 +192,8 @@ class ShardBuckets:
         """Yield each bucket with the parameter's columns: the bucket, first and last element in a piece, first column."""
         place = self.columns[fqn]
         for bucket in place.buckets if only is None else (only,):
-            start = bucket * self._num_columns
-            first, last = max(place.start, start), min(place.stop, start + self._num_columns)
+            start, stop = self._layout.interval(bucket)
+            first, last = max(place.start, start), min(place.stop, stop)
             yield self.buckets_RC[bucket], first - place.start, last - place.start, first - start
 
 

@@ -182,8 +182,7 @@ class UpstreamLog:
             value: T = self._next(kind)
         else:
             value = ask()
-        if self._now is not None:
-            self._now.answers.append([kind, value])
+        self._keep([kind, value])
         return value
 
     @contextmanager
@@ -323,9 +322,9 @@ class UpstreamLog:
             raise Diverged(f"all ranks were asked for `{kind}`, before for `{answers[0][0] if answers else 'nothing'}`")
         return answers.popleft()[1]
 
-    def _keep(self, passed: list[Any]) -> None:
+    def _keep(self, answer: list[Any]) -> None:
         if self._now is not None:
-            self._now.answers.append(passed)
+            self._now.answers.append(answer)
 
     def settle(self) -> None:
         """Wait until neighbours have the repeated step's tensors, and note crossings that are missing in the repetition."""

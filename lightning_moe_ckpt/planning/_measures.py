@@ -172,17 +172,22 @@ class PopularityMeter(CaptureOrder):
 
     @override
     def inputs(self) -> list[int]:
-        """Return this rank's inputs to the exchange that opens a window: bits of its popularity, usually none."""
-        values: list[int] = self._take_held().view(torch.int64).flatten().tolist()
-        return values
+        """Return this rank's inputs to the exchange that opens a window: bits of the looks held since the last call, oldest first.
+
+        The same number on all ranks, since steps are; usually none. The only wait here for the device, up to the looks' steps.
+        """
+        coming, self._coming, self._held = self._coming, [], []
+        return [bits for each in coming for value_E in each.wait() for bits in value_E.view(torch.int64).tolist()]
 
     @override
     def agreed(self, rows: Sequence[Sequence[int]]) -> list[float] | None:
         due = None
         if rows[0]:
             own = [torch.from_numpy(np.array(row, np.int64)).view(torch.float64) for row in rows]
+            limits = {name: getattr(self._config, name) for name in ("reorder_threshold", "reorder_fraction")}
             for look_E in sum_in_order(own).view(-1, len(self._value_E)):
-                due = look_E.tolist() if self._is_out_of_date(look_E.tolist()) else due
+                if self._planned is None or should_reorder(self._planned, look_E, **limits):
+                    due = self._planned = look_E.tolist()
         return due
 
     @override
@@ -206,16 +211,6 @@ class PopularityMeter(CaptureOrder):
         return None if in_force is None or list(in_force) == self._planned else self._planned
 
     # -- private
-
-    def _take_held(self) -> Tensor:
-        """Return the looks held since the last call, oldest first: float64 `[looks, E]`, on the CPU.
-
-        The same number on all ranks, since steps are. The only wait here for the device, up to the looks' steps.
-        """
-        coming, self._coming, self._held = self._coming, [], []
-        if not coming:
-            return torch.zeros(0, len(self._value_E), dtype=torch.float64)
-        return torch.stack([value_E for each in coming for value_E in each.wait()])
 
     def _newest(self) -> Tensor:
         """Return the popularity for a plan outside the looks: `value`, or the look just held if that look has reset it."""
@@ -247,13 +242,6 @@ class PopularityMeter(CaptureOrder):
             self._value_E = value_E + counts_E
         else:
             self._value_E = decayed_popularity(value_E, counts_E, half_life_steps=half_life)
-
-    def _is_out_of_date(self, popularity: list[float]) -> bool:
-        limits = {name: getattr(self._config, name) for name in ("reorder_threshold", "reorder_fraction")}
-        if self._planned is not None and not should_reorder(self._planned, popularity, **limits):
-            return False
-        self._planned = popularity
-        return True
 
 
 def sum_in_order(rows: Sequence[Tensor]) -> Tensor:

@@ -271,7 +271,8 @@ class _Choice:
 
     def has_room(self, position: int) -> bool:
         """Return whether a position can give another expert."""
-        return self._given[position] < self._least or (self._given[position] == self._least and self._spare > 0)
+        given, least = self._given[position], self._least
+        return given < least or (given == least and self._more > sum(n > least for n in self._given.values()))
 
     def take(self, layer: int, expert: int) -> None:
         """Take an expert."""
@@ -318,7 +319,3 @@ class _Choice:
     def _untaken(self, layer: int) -> list[int]:
         left = self._layers[layer].keys() - self.taken[layer]
         return sorted(left, key=lambda expert: (self._layers[layer][expert], expert))
-
-    @property
-    def _spare(self) -> int:
-        return self._more - sum(number > self._least for number in self._given.values())

@@ -341,12 +341,9 @@ class PartialPolicy(ExpertPolicy):
 
         Positions take turns at an uneven share. Position `ahead` has the first turn; with `None` the generation's number decides.
         """
-        if ahead is not None:
-            memory = spread(self.memory_k, sizes, start=ahead)
-            return memory, spread(self.k, memory, start=ahead)
-        shift = now.shift(len(sizes))
-        memory = spread(self.memory_k, sizes, start=now.phase * self.memory_k + shift)
-        return memory, spread(self.k, memory, start=now.phase * self.k + shift)
+        turns = [now.phase * k + now.shift(len(sizes)) if ahead is None else ahead for k in (self.memory_k, self.k)]
+        memory = spread(self.memory_k, sizes, start=turns[0])
+        return memory, spread(self.k, memory, start=turns[1])
 
 
 @dataclass(frozen=True, slots=True)

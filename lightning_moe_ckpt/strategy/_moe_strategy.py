@@ -27,6 +27,7 @@ from typing_extensions import override
 
 from lightning_moe_ckpt._logging import rank_logger
 from lightning_moe_ckpt._units import duration, number_of_bytes
+from lightning_moe_ckpt.coordination import Exchange
 from lightning_moe_ckpt.errors import CheckpointError, ConfigurationError
 from lightning_moe_ckpt.fit._callbacks import averaged_models
 from lightning_moe_ckpt.fit.loops import _port
@@ -242,9 +243,7 @@ class MoEStrategy(PipelinedStrategy):
         Returns:
             The first rank that has survived, or 0.
         """
-        everyone = [survived] * self.groups.world_size
-        if self.groups.world_size > 1:
-            dist.all_gather_object(everyone, survived, group=self.groups.group("control"))
+        everyone = Exchange(self.groups).gather_values(survived)
         dense, experts = self.groups.ranks("stage"), self.groups.ranks("expert_data")
         self._equalise_replicated(next((rank for rank in dense if everyone[rank]), dense[0]))
         self._equalise_experts(next((rank for rank in experts if everyone[rank]), experts[0]))
@@ -266,9 +265,7 @@ class MoEStrategy(PipelinedStrategy):
 
     def _require_same_fit(self, fits: int) -> None:
         """Raise `CheckpointError` if some ranks' scripts are in an earlier fit than other ranks'. Collective."""
-        everyone = [fits] * self.groups.world_size
-        if self.groups.world_size > 1:
-            dist.all_gather_object(everyone, fits, group=self.groups.group("control"))
+        everyone = [row[0] for row in Exchange(self.groups).gather([fits])]
         if len(set(everyone)) > 1:
             raise CheckpointError(
                 f"A new process is in its first fit, others are in fit {max(everyone)} of their script, which a process that "
@@ -302,9 +299,8 @@ class MoEStrategy(PipelinedStrategy):
             if environment.node_rank() or environment.local_rank():
                 await_listener(environment.main_address, environment.main_port, _FIRST_RANK_SECONDS)
             return
-        backend = self._backend
         rank, world_size = environment.global_rank(), environment.world_size()
-        init_fresh_process_group(backend, rank=rank, world_size=world_size, timeout=self.timeout)
+        init_fresh_process_group(self._backend, rank=rank, world_size=world_size, timeout=self.timeout)
 
     @property
     def _backend(self) -> str:

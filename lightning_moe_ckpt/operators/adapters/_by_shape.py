@@ -21,9 +21,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Protocol, cast
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -276,17 +276,6 @@ _PROBS, _FACTOR = "probabilities", "capacity_factor"
 _Params = Mapping[str, nn.Parameter] | Iterable[nn.Parameter | tuple[str, nn.Parameter]]
 
 
-class _OwnLayer(Protocol):
-    num_experts: int
-    local_expert_ids: Sequence[int]
-
-    def expert_parameters(self) -> _Params: ...
-
-    def router_parameters(self) -> _Params: ...
-
-    def expert_parallel_parameters(self) -> _Params: ...
-
-
 _ATTRIBUTES = (
     *("num_experts", "local_expert_ids"),
     *("expert_parameters", "router_parameters", "expert_parallel_parameters"),
@@ -298,6 +287,7 @@ def describe_own(fqn: str, module: nn.Module, index: ParameterIndex) -> MoELayer
 
     * `num_experts` counts over all ranks.
     * `local_expert_ids` has the global index of each row of the stacked expert parameters.
+    * `expert_parameters()`, `router_parameters()` and `expert_parallel_parameters()` return parameters, with names or without.
     * `tokens_per_expert` and `drops_per_expert` (optional) count tokens over all experts.
     * `probabilities` (optional) is a submodule that emits the gate's probabilities `[T, E]`.
     * `capacity(num_tokens)` (optional) returns the tokens that an expert can take.
@@ -305,7 +295,7 @@ def describe_own(fqn: str, module: nn.Module, index: ParameterIndex) -> MoELayer
     """
     if not all(hasattr(module, name) for name in _ATTRIBUTES):
         return None
-    layer = cast("_OwnLayer", module)
+    layer: Any = module
     local = tuple(int(i) for i in layer.local_expert_ids)
     experts = _by_name(layer.expert_parameters(), index)
     return MoELayerSpec(
