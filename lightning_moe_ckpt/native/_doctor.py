@@ -136,11 +136,15 @@ def _pages() -> _Finding:
     """Try what rings get: a kernel may give huge pages whatever the mount says, and another may not although it could."""
     if not (_SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK)):
         return "absent", f"no {_SHARED_MEMORY} to try"
-    with tempfile.TemporaryFile(dir=_SHARED_MEMORY) as file:
-        file.truncate(huge_page_nbytes() or mmap.PAGESIZE)
-        if taken := take_huge_pages(file.fileno(), memory := map_file(file.fileno())):
-            return "good", f"rings in {_SHARED_MEMORY} have pages of {size_text(taken)}"
-        ahead = "" if populate(memory.data_ptr(), memory.nbytes) else ", nor can pages be mapped ahead (Linux 5.14)"
+    try:
+        with tempfile.TemporaryFile(dir=_SHARED_MEMORY) as file:
+            file.truncate(huge_page_nbytes() or mmap.PAGESIZE)
+            taken = take_huge_pages(file.fileno(), memory := map_file(file.fileno()))
+            ahead = "" if populate(memory.data_ptr(), memory.nbytes) else ", nor can pages be mapped ahead (Linux 5.14)"
+    except OSError as error:
+        return "absent", f"{_SHARED_MEMORY} cannot be tried: {error.strerror}"
+    if taken:
+        return "good", f"rings in {_SHARED_MEMORY} have pages of {size_text(taken)}"
     found = f"no huge pages in {_SHARED_MEMORY}{ahead}: starts, restarts and the first copies take longer"
     return "slower", found, f"Linux 6.1, or `mount -o remount,huge=within_size {_SHARED_MEMORY}` where it is a tmpfs"
 

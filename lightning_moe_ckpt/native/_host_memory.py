@@ -47,9 +47,12 @@ _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 23, 25
 _MADV_HUGEPAGE = 14
 _PROT_NONE, _MAP_FIXED = 0, 0x10
 _HUGE_PAGE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
-_PATIENCE_SECONDS, _LEAST_SPEED = 0.25, 2**30
-"""Huge pages come at 10 GB/s and more; where memory is fragmented the kernel moves pages for them, which is given up below
-this many bytes per second."""
+_LARGEST_HUGE_NBYTES = 2**25
+"""Larger ones, of 512 MiB where small pages have 64 KiB, are too coarse for rings."""
+_PIECE_NBYTES = 8 * 2**20
+_PATIENCE_SECONDS, _LEAST_SPEED, _LEAST_SPEED_BESIDE = 0.05, 2**30, 2**28
+"""Huge pages come at 10 GB/s and more. Where memory is fragmented, or a virtual machine's host has to give it first, they take long:
+below so many bytes per second the rest is left to a thread, and below fewer by that too."""
 _STEP_NBYTES = 64 * 2**20
 """Bytes mapped per call; limits the time of stopping."""
 _MAX_THREADS = 8
@@ -112,16 +115,15 @@ class Preparation:
         base, nbytes = self._buffer.data_ptr(), self._buffer.nbytes
         if self._node is not None:
             prefer_node(base, nbytes, self._node)
-        huge = True
+        pages, at = HugePages(_LEAST_SPEED_BESIDE), base
         with ThreadPoolExecutor(self._threads, "moe-ckpt-prepare") as pool:
             for start in range(0, nbytes, self._step_nbytes):
+                size = min(self._step_nbytes, nbytes - start)
+                while at < base + start + size and not self._stopped.is_set():
+                    at = pages.take(at, base + nbytes)
                 if self._stopped.is_set():
                     return
-                size = min(self._step_nbytes, nbytes - start)
-                shares = [*zip(*_shares(base + start, size, self._threads), strict=True)]
-                # Where one is refused, looking for room for others would take long.
-                huge = huge and all([*pool.map(_collapse, *shares)])
-                list(pool.map(populate, *shares))
+                list(pool.map(populate, *zip(*_shares(base + start, size, self._threads), strict=True)))
                 if self._per_step is not None:
                     self._per_step(base + start, size)
         if self._done is not None:
@@ -187,20 +189,29 @@ def map_file(descriptor: int) -> Tensor:
     """Map a whole file, which must not be empty, as uint8; the mapping ends with the last view, and keeps no descriptor.
     It begins at a multiple of the size of huge pages, without which they would be mapped in small ones. Raises `OSError`.
     """
-    libc, nbytes, unit = _libc(), os.fstat(descriptor).st_size, max(huge_page_nbytes(), mmap.PAGESIZE)
-    anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    reserved: int = libc.mmap(None, nbytes + unit, _PROT_NONE, anonymous, -1, 0)
-    start = reserved + -reserved % unit
-    both, shared = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
-    if _MAP_FAILED in (reserved, libc.mmap(start, nbytes, both, shared, descriptor, 0)):
-        raise OSError(number := ctypes.get_errno(), f"mapping {nbytes} bytes: {os.strerror(number)}")
+    nbytes, unit = os.fstat(descriptor).st_size, max(huge_page_nbytes(), mmap.PAGESIZE)
+    reserved = _mapped(None, nbytes + unit, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+    start, stop = reserved + -reserved % unit, reserved + nbytes + unit
+    try:
+        _mapped(start, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, descriptor)
+    except OSError:
+        _libc().munmap(reserved, nbytes + unit)
+        raise
     end = start + nbytes + -nbytes % mmap.PAGESIZE
-    for first, stop in ((reserved, start), (end, reserved + nbytes + unit)):
-        if stop > first:
-            libc.munmap(first, stop - first)
+    for first, last in ((reserved, start), (end, stop)):
+        if last > first:
+            _libc().munmap(first, last - first)
     memory = (ctypes.c_ubyte * nbytes).from_address(start)
-    weakref.finalize(memory, libc.munmap, start, nbytes).atexit = False
+    weakref.finalize(memory, _libc().munmap, start, nbytes).atexit = False
     return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _mapped(address: int | None, nbytes: int, access: int, flags: int, descriptor: int) -> int:
+    found: int = _libc().mmap(address, nbytes, access, flags, descriptor, 0)
+    if found == _MAP_FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, f"mapping {nbytes} bytes: {os.strerror(number)}")
+    return found
 
 
 def host_buffer(nbytes: int) -> Tensor:
@@ -210,9 +221,48 @@ def host_buffer(nbytes: int) -> Tensor:
     return buffer
 
 
-def _collapse(address: int, nbytes: int) -> bool:
-    """Put huge pages in the place of small ones; no byte changes. Returns whether the kernel did."""
-    return _advise(address, nbytes, _MADV_COLLAPSE)
+class HugePages:
+    """Puts huge pages in the place of small ones, until the kernel refuses, or is slower than `least_speed` bytes per second; no
+    byte changes.
+    """
+
+    def __init__(self, least_speed: float) -> None:
+        self._least_speed, self._seconds, self._nbytes = least_speed, 0.0, 0
+        self.wanted = huge_page_nbytes() > 0
+        """Whether further ones are worth a try."""
+
+    def take(self, address: int, end: int) -> int:
+        """Take the whole ones of a range's first piece; return the piece's end."""
+        stop = min(end, address - address % _PIECE_NBYTES + _PIECE_NBYTES)
+        if self.wanted:
+            began, taken = time.perf_counter(), _advise(address, stop - address, _MADV_COLLAPSE)
+            self._seconds += time.perf_counter() - began
+            self._nbytes += (stop - address) * taken
+            in_use = not taken and ctypes.get_errno() == errno.EAGAIN  # a page of this piece, at this moment
+            self.wanted = (taken or in_use) and self._seconds < _PATIENCE_SECONDS + self._nbytes / self._least_speed
+        return stop
+
+
+def take_huge_pages(descriptor: int, memory: Tensor) -> int:
+    """Give a new file of a tmpfs, mapped as `memory`, huge pages, whatever the option `huge` of its mount. Returns how
+    many of its first bytes have them now: 0 before Linux 6.1, unless the mount gives them, and on other file systems; `Preparation`
+    goes on behind them. Raises `OSError` if the tmpfs is full.
+    """
+    unit, base, pages, at = huge_page_nbytes(), memory.data_ptr(), HugePages(_LEAST_SPEED), memory.data_ptr()
+    end = base + (memory.nbytes // unit * unit if unit else 0)
+    while at < end:
+        stop = min(end, at - at % _PIECE_NBYTES + _PIECE_NBYTES)
+        for start in range(at, stop, unit):
+            os.posix_fallocate(
+                descriptor, start - base, mmap.PAGESIZE
+            )  # the kernel passes over ranges without any page
+        if os.fstat(descriptor).st_blocks * 512 >= stop - base:
+            return end - base  # the mount gives a whole one for each
+        pages.take(at, end)
+        if not pages.wanted:
+            break
+        at = stop
+    return at - base
 
 
 def _advise(address: int, nbytes: int, advice: int) -> bool:
@@ -222,30 +272,14 @@ def _advise(address: int, nbytes: int, advice: int) -> bool:
     return end <= start or _libc().madvise(start, end - start, advice) == 0
 
 
-def take_huge_pages(descriptor: int, memory: Tensor) -> int:
-    """Give a new file of a tmpfs, mapped as `memory`, huge pages, whatever the option `huge` of its mount. Returns how
-    many of its first bytes have them now: 0 before Linux 6.1 and on other file systems; `Preparation` goes on behind them. Raises
-    `OSError` if the tmpfs is full.
-    """
-    unit, base, done, began = huge_page_nbytes(), memory.data_ptr(), 0, time.perf_counter()
-    whole = memory.nbytes // unit * unit if unit else 0
-    while done < whole and time.perf_counter() - began < _PATIENCE_SECONDS + done / _LEAST_SPEED:
-        size = min(max(unit, _STEP_NBYTES), whole - done)
-        for start in range(done, done + size, unit):
-            os.posix_fallocate(descriptor, start, mmap.PAGESIZE)  # the kernel passes over ranges without any page
-        if not _collapse(base + done, size):
-            break
-        done += size
-    return done
-
-
 @functools.cache
 def huge_page_nbytes() -> int:
-    """Return the bytes of a huge page; 0 if the kernel has none."""
+    """Return the bytes of a huge page; 0 if the kernel has none, or only very large ones."""
     try:
-        return int(_HUGE_PAGE.read_text(encoding="ascii"))
+        nbytes = int(_HUGE_PAGE.read_text(encoding="ascii"))
     except (OSError, ValueError):
         return 0
+    return nbytes if nbytes <= _LARGEST_HUGE_NBYTES else 0
 
 
 def prefer_node(address: int, nbytes: int, node: int) -> bool:

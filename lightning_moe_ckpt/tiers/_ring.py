@@ -30,6 +30,7 @@ Threads: all methods may be called from any thread; views may be used until thei
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Hashable, Sequence
 from itertools import chain, filterfalse
@@ -115,7 +116,8 @@ class SegmentRing(ExpertCopies):
         if (file := SharedFile.take_over(path)) is None:
             return None
         try:
-            header = read_header(bytes(file.memory[:RING_HEADER_NBYTES].numpy()), file.memory.numel(), str(path))
+            # Not through the mapping: a page that its process did not come to reserve may have no room.
+            header = read_header(os.pread(file.descriptor, RING_HEADER_NBYTES, 0), file.memory.numel(), str(path))
         except Corrupt:
             file.close(unlink=False)
             raise

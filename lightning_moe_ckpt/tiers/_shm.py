@@ -112,6 +112,7 @@ class SharedFile:
             raise
         except OSError as error:
             raise _unusable(path.parent, error) from error
+        memory: Tensor | None = None
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(descriptor, nbytes)
@@ -124,6 +125,7 @@ class SharedFile:
             os.close(descriptor)
             if error.errno != errno.ENOSPC:
                 raise
+            memory = error.__traceback__ = None  # the frames of both hold the pages
             raise _no_room(path.parent, nbytes, _free_nbytes(path.parent)) from error
 
     @classmethod

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,18 @@ def test_huge_pages_are_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *
     assert str(tmp_path) in found.found
     assert ("mapped ahead" in found.found) == (not ahead)
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_full_tmpfs_hides_no_other_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be tried is said."""
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(_doctor, "take_huge_pages", full)
+    found = {each.name: each for each in examine()}
+    assert [*found] == NAMES
+    assert "No space left" in found["huge pages"].found
 
 
 def test_a_small_tmpfs_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

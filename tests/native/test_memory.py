@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import resource
@@ -17,6 +18,7 @@ from lightning_moe_ckpt.native import Preparation, _host_memory, _library
 from lightning_moe_ckpt.native._cpu import CompiledCpuEngine
 from lightning_moe_ckpt.native._host_memory import (
     _HUGE_PAGE,
+    HugePages,
     PageLocks,
     host_buffer,
     huge_page_nbytes,
@@ -114,6 +116,25 @@ def test_an_empty_file_is_not_mapped(tmp_path: Path) -> None:
     os.close(descriptor)
 
 
+def test_a_mapping_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Neither where there are no addresses left, nor where the file may not be written."""
+    (tmp_path / "file").write_bytes(bytes(2**21))
+    descriptor = os.open(tmp_path / "file", os.O_RDONLY)
+    own = Path("/proc/self/status").read_text().partition("VmSize:")[2].split()[0]
+    before, limits = len(Path("/proc/self/maps").read_text().splitlines()), resource.getrlimit(resource.RLIMIT_AS)
+    for limit in (limits[0], int(own) * 1024 + 2**20):
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limits[1]))
+        try:
+            with pytest.raises(OSError, match="mapping") as raised:
+                map_file(descriptor)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, limits)
+        assert raised.value.errno == (errno.EACCES if limit == limits[0] else errno.ENOMEM)
+        assert not _is_mapped(tmp_path / "file")
+    assert len(Path("/proc/self/maps").read_text().splitlines()) <= before + 3, "what Python itself took"
+    os.close(descriptor)
+
+
 def test_a_tmpfs_gives_huge_pages_whatever_its_mount_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """All but the end, which is no whole page; they are there, zeroed, and mapped as one."""
     unit = huge_page_nbytes()
@@ -124,8 +145,38 @@ def test_a_tmpfs_gives_huge_pages_whatever_its_mount_says(monkeypatch: pytest.Mo
     assert taken == _huge_nbytes(memory) == 3 * unit
     assert os.fstat(descriptor).st_blocks * 512 == 3 * unit
     assert not memory.any()
+    os.close(descriptor)
+
+
+def test_a_kernel_that_takes_long_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After one piece the rest is left alone; a page that somebody uses at this moment ends nothing."""
+    asked = list[int]()
+
+    def refuse(_address: int, nbytes: int, _advice: int) -> bool:
+        asked.append(nbytes)
+        return False
+
+    monkeypatch.setattr(_host_memory, "huge_page_nbytes", lambda: 2**21)
+    monkeypatch.setattr(_host_memory, "_advise", refuse)
+    monkeypatch.setattr(ctypes, "get_errno", lambda: errno.EAGAIN)
+    pages, at = HugePages(2**30), 3 * 2**20
+    while at < 20 * 2**20:
+        at = pages.take(at, 20 * 2**20)
+    assert (asked, pages.wanted) == ([5 * 2**20, 8 * 2**20, 4 * 2**20], True)
     monkeypatch.setattr(_host_memory, "_PATIENCE_SECONDS", -1.0)
-    assert take_huge_pages(descriptor, memory) == 0, "a kernel that takes long is not waited for"
+    assert pages.take(0, 2**24) == 2**23
+    assert not pages.wanted
+    assert pages.take(2**23, 2**24) == 2**24
+    assert len(asked) == 4
+
+
+def test_a_mount_that_gives_huge_pages_need_not_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As before Linux 6.1 with the option `huge=within_size`: a file has a whole one for each page that it asks for."""
+    descriptor = _file(shared_directory(), 2**22)
+    os.posix_fallocate(descriptor, 0, 2**22)
+    monkeypatch.setattr(_host_memory, "huge_page_nbytes", lambda: 2**21)
+    monkeypatch.setattr(_host_memory, "_advise", lambda *_: False)
+    assert take_huge_pages(descriptor, map_file(descriptor)) == 2**22
     os.close(descriptor)
 
 
@@ -150,7 +201,9 @@ def test_other_files_have_no_huge_pages(tmp_path: Path, monkeypatch: pytest.Monk
     """Not where the kernel refuses, nor where it knows of none."""
     monkeypatch.setattr(_host_memory, "_MADV_COLLAPSE", 999)
     descriptor = _file(tmp_path, 2 * (huge_page_nbytes() or 2**21))
-    assert take_huge_pages(descriptor, map_file(descriptor)) == 0
+    memory = map_file(descriptor)
+    assert take_huge_pages(descriptor, memory) == 0
+    assert not _huge_nbytes(memory)
     monkeypatch.setattr(_host_memory, "huge_page_nbytes", lambda: 0)
     assert take_huge_pages(descriptor, map_file(descriptor)) == 0
     os.close(descriptor)

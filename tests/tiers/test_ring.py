@@ -20,7 +20,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lightning_moe_ckpt.errors import ConfigurationError, RingFull
+from lightning_moe_ckpt.errors import ConfigurationError, Corrupt, RingFull
 from lightning_moe_ckpt.storage import RING_HEADER_NBYTES, RingHeader
 from lightning_moe_ckpt.tiers import RingRoom, SegmentRing, Slot, _shm, shared_directory, shared_name
 from lightning_moe_ckpt.tiers._ring_state import SlotPool
@@ -457,3 +457,30 @@ def test_a_withdrawn_file_is_gone_at_once_and_its_pages_soon(tmp_path: Path, nby
     other.symlink_to(tmp_path)
     _shm.withdraw_shared(other)
     assert other.is_symlink()  # is no file of this user
+
+
+def test_memory_that_runs_out_in_the_midst_is_given_back_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only when nobody holds the error any more: what is free is said, and another ring may be made."""
+    reserve = os.posix_fallocate
+
+    def run_out(descriptor: int, start: int, nbytes: int) -> None:
+        if nbytes > mmap.PAGESIZE:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        reserve(descriptor, start, nbytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", run_out)
+    with pytest.raises(ConfigurationError, match="does not fit") as raised:
+        SegmentRing.create(name, 2**22, 2)
+    assert name not in Path("/proc/self/maps").read_text(), raised.value
+    monkeypatch.undo()
+    SegmentRing.create(name, 2**22, 2).close()
+
+
+def test_a_file_whose_process_died_before_it_reserved_anything_takes_no_memory(name: str) -> None:
+    """To look at its header through a mapping would, and end this process where there is none."""
+    path = shared_directory() / name
+    path.touch(mode=0o600)
+    os.truncate(path, 2**22)
+    with pytest.raises(Corrupt):
+        SegmentRing.adopt(path)
+    assert path.stat().st_blocks == 0
