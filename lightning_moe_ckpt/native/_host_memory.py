@@ -227,7 +227,9 @@ class HugePages:
     """
 
     def __init__(self, least_speed: float) -> None:
-        self._least_speed, self._seconds, self._nbytes = least_speed, 0.0, 0
+        self._least_speed, self._seconds = least_speed, 0.0
+        self.nbytes = 0
+        """Bytes of the pieces taken."""
         self.wanted = huge_page_nbytes() > 0
         """Whether further ones are worth a try."""
 
@@ -237,20 +239,20 @@ class HugePages:
         if self.wanted:
             began, taken = time.perf_counter(), _advise(address, stop - address, _MADV_COLLAPSE)
             self._seconds += time.perf_counter() - began
-            self._nbytes += (stop - address) * taken
+            self.nbytes += (stop - address) * taken
             in_use = not taken and ctypes.get_errno() == errno.EAGAIN  # a page of this piece, at this moment
-            self.wanted = (taken or in_use) and self._seconds < _PATIENCE_SECONDS + self._nbytes / self._least_speed
+            self.wanted = (taken or in_use) and self._seconds < _PATIENCE_SECONDS + self.nbytes / self._least_speed
         return stop
 
 
 def take_huge_pages(descriptor: int, memory: Tensor) -> int:
     """Give a new file of a tmpfs, mapped as `memory`, huge pages, whatever the option `huge` of its mount. Returns how
-    many of its first bytes have them now: 0 before Linux 6.1, unless the mount gives them, and on other file systems; `Preparation`
+    many bytes have them now: 0 before Linux 6.1, unless the mount gives them, and on other file systems; `Preparation`
     goes on behind them. Raises `OSError` if the tmpfs is full.
     """
     unit, base, pages, at = huge_page_nbytes(), memory.data_ptr(), HugePages(_LEAST_SPEED), memory.data_ptr()
     end = base + (memory.nbytes // unit * unit if unit else 0)
-    while at < end:
+    while at < end and pages.wanted:
         stop = min(end, at - at % _PIECE_NBYTES + _PIECE_NBYTES)
         for start in range(at, stop, unit):
             os.posix_fallocate(
@@ -258,11 +260,8 @@ def take_huge_pages(descriptor: int, memory: Tensor) -> int:
             )  # the kernel passes over ranges without any page
         if os.fstat(descriptor).st_blocks * 512 >= stop - base:
             return end - base  # the mount gives a whole one for each
-        pages.take(at, end)
-        if not pages.wanted:
-            break
-        at = stop
-    return at - base
+        at = pages.take(at, end)
+    return pages.nbytes
 
 
 def _advise(address: int, nbytes: int, advice: int) -> bool:
