@@ -32,7 +32,7 @@ from lightning_moe_ckpt.journal import encode_journal
 from lightning_moe_ckpt.moe import MoELayer
 from lightning_moe_ckpt.snapshot import _filling
 
-MAX_LINES, MAX_MODULES = 76_703, 269
+MAX_LINES, MAX_MODULES = 76_701, 269
 MAX_SESSION_MODULES, MAX_SESSION_IMPORTS = 11, 17  # two of them are the logger and the units
 MAX_HOMONYMS, MAX_MODULE_HOMONYMS = 0, 1
 MAX_ATTRIBUTES = {"Report": 36, "SharedArguments": 22}

@@ -47,9 +47,8 @@ _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 23, 25
 _MADV_HUGEPAGE = 14
 _PROT_NONE, _MAP_FIXED = 0, 0x10
 _HUGE_PAGE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
-_LARGEST_HUGE_NBYTES = 2**25
-"""Larger ones, of 512 MiB where small pages have 64 KiB, are too coarse for rings."""
 _PIECE_NBYTES = 8 * 2**20
+"""Taken at once. Larger huge pages, such as those of 32 and 512 MiB beside small ones of 16 and 64 KiB, are too coarse for rings."""
 _PATIENCE_SECONDS, _LEAST_SPEED, _LEAST_SPEED_BESIDE = 0.05, 2**30, 2**28
 """Huge pages come at 10 GB/s and more. Where memory is fragmented, or a virtual machine's host has to give it first, they take long:
 below so many bytes per second the rest is left to a thread, and below fewer by that too."""
@@ -278,7 +277,7 @@ def huge_page_nbytes() -> int:
         nbytes = int(_HUGE_PAGE.read_text(encoding="ascii"))
     except (OSError, ValueError):
         return 0
-    return nbytes if nbytes <= _LARGEST_HUGE_NBYTES else 0
+    return nbytes if nbytes <= _PIECE_NBYTES else 0
 
 
 def prefer_node(address: int, nbytes: int, node: int) -> bool:

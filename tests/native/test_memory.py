@@ -189,6 +189,17 @@ def test_a_mount_that_gives_huge_pages_need_not_be_asked(monkeypatch: pytest.Mon
     os.close(descriptor)
 
 
+@pytest.mark.parametrize(("text", "nbytes"), [("2097152\n", 2**21), ("536870912\n", 0), ("", 0), (None, 0)])
+def test_only_huge_pages_that_fit_rings_count(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str | None, nbytes: int
+) -> None:
+    """None of 512 MiB, as beside small pages of 64 KiB, nor of a kernel that says nothing."""
+    if text is not None:
+        (tmp_path / "size").write_text(text)
+    monkeypatch.setattr(_host_memory, "_HUGE_PAGE", tmp_path / "size")
+    assert huge_page_nbytes.__wrapped__() == nbytes
+
+
 def test_a_preparation_goes_on_with_huge_pages() -> None:
     """Whole ones within a buffer, beside what is written there already; the rest is mapped in small pages."""
     unit = huge_page_nbytes()
