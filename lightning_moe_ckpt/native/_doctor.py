@@ -1,6 +1,6 @@
 """Report the machine's and the installation's means for copies, and the reasons for missing ones.
 
-Each finding says what was found and, if it costs speed or space, how to improve it. Nothing is changed.
+Each finding says what was found and, if it costs speed or space, how to improve it. Nothing is changed: the one file that is made has no name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_moe_ckpt.native._library import Library, cuda, explain
 
 PartState = Literal["good", "slower", "absent"]
 _DRIVER = Path("/proc/driver/nvidia/version")
-_SHARED_MEMORY = Path(os.environ.get("MOE_CKPT_SHARED_MEMORY", "/dev/shm"))  # noqa: S108  # looked at, not written to
+_SHARED_MEMORY = Path(os.environ.get("MOE_CKPT_SHARED_MEMORY", "/dev/shm"))  # noqa: S108  # tried by a file without a name
 _SMALL_NBYTES = 2**30
 """Shared memory below this size is too small for the ring of a real model."""
 

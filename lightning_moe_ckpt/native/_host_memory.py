@@ -208,8 +208,7 @@ def map_file(descriptor: int) -> Tensor:
 def _mapped(address: int | None, nbytes: int, access: int, flags: int, descriptor: int) -> int:
     found: int = _libc().mmap(address, nbytes, access, flags, descriptor, 0)
     if found == _MAP_FAILED:
-        number = ctypes.get_errno()
-        raise OSError(number, f"mapping {nbytes} bytes: {os.strerror(number)}")
+        raise OSError(number := ctypes.get_errno(), f"mapping {nbytes} bytes: {os.strerror(number)}")
     return found
 
 
@@ -221,8 +220,8 @@ def host_buffer(nbytes: int) -> Tensor:
 
 
 class HugePages:
-    """Puts huge pages in the place of small ones, until the kernel refuses, or is slower than `least_speed` bytes per second; no
-    byte changes.
+    """Puts huge pages in the place of small ones in one buffer, piece by piece, until the kernel refuses, or is slower than `least_speed`
+    bytes per second. No byte changes, so others may use the buffer meanwhile.
     """
 
     def __init__(self, least_speed: float) -> None:
@@ -234,7 +233,7 @@ class HugePages:
 
     def take(self, address: int, end: int) -> int:
         """Take the whole ones of a range's first piece; return the piece's end."""
-        stop = min(end, address - address % _PIECE_NBYTES + _PIECE_NBYTES)
+        stop = _end_of_piece(address, end)
         if self.wanted:
             began, taken = time.perf_counter(), _advise(address, stop - address, _MADV_COLLAPSE)
             self._seconds += time.perf_counter() - began
@@ -252,15 +251,17 @@ def take_huge_pages(descriptor: int, memory: Tensor) -> int:
     unit, base, pages, at = huge_page_nbytes(), memory.data_ptr(), HugePages(_LEAST_SPEED), memory.data_ptr()
     end = base + (memory.nbytes // unit * unit if unit else 0)
     while at < end and pages.wanted:
-        stop = min(end, at - at % _PIECE_NBYTES + _PIECE_NBYTES)
-        for start in range(at, stop, unit):
-            os.posix_fallocate(
-                descriptor, start - base, mmap.PAGESIZE
-            )  # the kernel passes over ranges without any page
+        stop = _end_of_piece(at, end)
+        for start in range(at, stop, unit):  # the kernel passes over ranges without any page
+            os.posix_fallocate(descriptor, start - base, mmap.PAGESIZE)
         if os.fstat(descriptor).st_blocks * 512 >= stop - base:
             return end - base  # the mount gives a whole one for each
         at = pages.take(at, end)
     return pages.nbytes
+
+
+def _end_of_piece(address: int, end: int) -> int:
+    return min(end, address - address % _PIECE_NBYTES + _PIECE_NBYTES)
 
 
 def _advise(address: int, nbytes: int, advice: int) -> bool:

@@ -82,7 +82,7 @@ def open_run(
     """Open the run and make its parts, with one worker per tier, in the same order on all ranks. Return it with the layout of a
     restored generation, if there is one, and the generation's replay if it is to `load`. Collective.
 
-    Where constants change what trains, another planner takes the place of `planner`. Ranks may differ in `load`, see `Planner.settle`. `clock` has the time in hooks.
+    Where constants change what trains, another planner takes `planner`'s place. Ranks may differ in `load`, see `Planner.settle`. `clock` has the time in hooks.
     """
     began, supervised = time.monotonic(), Supervised.from_environment()
     config, policy, view, groups, exchange = job.config, job.policy, job.view, job.groups, job.exchange
@@ -123,8 +123,7 @@ def open_run(
             if config.rerun is None:
                 memory = claim_memory(opener.claim, groups.rank, resumed, dense_nbytes=nbytes, older=older)
             failed.callback(memory.close, unlink=False)  # another rank may fail here, or while tiers are joined
-        origin = Origin.here(0.0 if supervised is None else supervised.noticed)
-        pays, balances, origins = _known_of_the_run(opener, memory, origin, exchange)
+        pays, balances, origins = _known_of_the_run(opener, memory, supervised, exchange)
         account = RunAccount(clock, balances, origins, began)
         memory.on_ring = lambda ring: account.move(ring.account)
         layout, replay = None, None
@@ -144,12 +143,12 @@ def open_run(
 
 
 def _known_of_the_run(
-    opener: RunOpener, memory: RankMemory, origin: Origin, exchange: Exchange
+    opener: RunOpener, memory: RankMemory, supervised: Supervised | None, exchange: Exchange
 ) -> tuple[bool | None, list[Balance], list[Origin]]:
     """Return whether mirrors paid in an earlier start, all accounts of earlier incarnations, in memory and in the log, and
     what ranks know of their starts. Collective.
     """
-    accounts, pays = memory.accounts, None
+    accounts, pays, origin = memory.accounts, None, Origin.here(0.0 if supervised is None else supervised.noticed)
     if exchange.is_coordinator:
         with suppress(StorageError):  # for people only: what memory has is newer where it is there
             figures = opener.store.told()
